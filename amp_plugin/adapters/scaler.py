@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from amp_plugin.module_paths import module_paths
 from amp_plugin.quiet_hooks import register_quiet_hook
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
@@ -36,7 +37,8 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
 def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequence[nn.Module]) -> None:
     """Register optimizers with a scaler, and give it the parameters' names from these models.
 
-    If there are several models, a name looks like ``Critic[1].layer.weight``.
+    If there are several models, a name looks like ``Critic[1].layer.weight``. A parameter of none of these
+    models, such as the temperature of a loss, has the name of its own module: ``Contrastive.temperature``.
     """
     named: dict[str, Tensor] = {}
     for place, model in enumerate(models):
@@ -45,7 +47,15 @@ def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequen
     for optimizer in optimizers:
         own = {id(param) for param in params_of(optimizer)}
         names = {name: param for name, param in named.items() if id(param) in own}
+        if named:  # otherwise the models may be prepared later
+            names = module_paths(_unnamed(optimizer, {*map(id, named.values())})) | names
         scaler.register(optimizer, names=names)
+
+
+def _unnamed(optimizer: Optimizer, named: set[int]) -> list[Tensor]:
+    """Return the parameters of an optimizer that are in no model and got no name from the program."""
+    groups = [group for group in optimizer.param_groups if not group.get("param_names")]
+    return [param for group in groups for param in group["params"] if id(param) not in named]
 
 
 def scaler_groups(*models: nn.Module) -> dict[str, Any]:

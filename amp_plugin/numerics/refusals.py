@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import FrameType, TracebackType
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 
 from amp_plugin.mistakes import MISTAKES
+from amp_plugin.module_paths import module_paths
 from amp_plugin.numerics.advise import callers_of, cures_of
 from amp_plugin.numerics.finding import Cure, Finding
 from amp_plugin.numerics.modules import Tracker
@@ -25,6 +27,7 @@ from amp_plugin.numerics.op import Call
 from amp_plugin.numerics.places import raised_from
 from amp_plugin.numerics.values import summarise
 from amp_plugin.precision import short_name
+from amp_plugin.scaling.gradients import params_of
 
 _ADVICE: Final = {
     "rule": "give {ops} the rule {rule} in the autocast block, or call .to(dtype) or float() on its inputs.",
@@ -42,13 +45,21 @@ _ADVICE: Final = {
     "it.",
     "numpy": "NumPy has no bfloat16: call .float() before .numpy(), or evaluate in fp32, with the option "
     'eval_precision="fp32".',
+    "unscale": "{names} float16, and so are the gradients, which lose values below 6e-8: keep the parameters "
+    "that are trained in float32. Autocast casts them where an op computes in 16 bits.",
 }
+_TO_FLOAT32: Final = """\
+for param in {name}.parameters():
+    if param.requires_grad:
+        param.data = param.data.float()
+"""
 # Parts of the messages by which torch refuses dtypes before it calls an op.
 _REFUSES: Final = re.compile(
     r"same (data ?)?type|same dtype|[Uu]nsupported dtype|[Ll]ow precision dtypes|does not match weight dtype|"
     r"[Tt]ype promoting not supported|expected scalar type|must be either float or double"
 )
 
+_UNSCALES: Final = "Attempting to unscale FP16 gradients"  # the error of a scaler, torch's or ours
 _NUMPY: Final = "Got unsupported ScalarType"  # the error of Tensor.numpy(), which is not an op
 
 # Words in the messages of ops that refuse dtypes, for when the op cannot run again in other dtypes.
@@ -150,8 +161,8 @@ def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException
     """
     if last is not None and _is_same(last[0], error):
         yield last[1]
-    elif (finding := _out_of_order(tracker, error)) is not None:
-        yield finding
+    elif (finding := _out_of_order(error) or _float16_gradients(error)) is not None:
+        yield replace(finding, when=tracker.now())
     elif _NUMPY in str(error) or (
         isinstance(error, (RuntimeError, ValueError)) and _REFUSES.search(str(error))
     ):
@@ -170,7 +181,7 @@ def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException
         )
 
 
-def _out_of_order(tracker: Tracker, error: BaseException) -> Finding | None:
+def _out_of_order(error: BaseException) -> Finding | None:
     """Return a finding if a scaler raised the error because of the order of its calls; else None."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_scalers = any(isinstance(frame.f_locals.get("self"), torch.amp.GradScaler) for frame in frames)
@@ -186,9 +197,45 @@ def _out_of_order(tracker: Tracker, error: BaseException) -> Finding | None:
         place=place,
         caller=caller,
         advice=MISTAKES[mistake].instead,
-        when=tracker.now(),
         lesson=lesson,
     )
+
+
+def _float16_gradients(error: BaseException) -> Finding | None:
+    """Return a finding if a scaler refused to unscale gradients in float16; else None."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    held: list[Any] = [frame.f_locals.get("optimizer") for frame in frames]
+    optimizers = [optimizer for optimizer in held if hasattr(optimizer, "param_groups")]
+    if _UNSCALES not in str(error) or not optimizers:
+        return None
+    params = [p for p in params_of(optimizers[-1]) if p.grad is not None and p.grad.dtype is torch.float16]
+    names = [*module_paths(params)]
+    more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+    place, caller = raised_from(error.__traceback__)
+    return Finding(
+        kind="dtype",
+        cause="dtype",
+        op="unscale_()",
+        module=names[0].rpartition(".")[0] if names else "",
+        place=place,
+        caller=caller,
+        advice=_ADVICE["unscale"].format(names=f"{names[0]}{more}" if names else "a parameter is"),
+        cures=_in_float32(params, frames),
+        lesson="fp16 gradients",
+        reached=str(error).partition("\n")[0],
+    )
+
+
+def _in_float32(params: Sequence[Tensor], frames: Sequence[FrameType]) -> tuple[Cure, ...]:
+    """Return lines that make these parameters float32, if variables of the program hold their modules."""
+    left, code = {*map(id, params)}, ""
+    for frame in frames:
+        for name, held in {**frame.f_globals, **frame.f_locals}.items():
+            own = {*map(id, held.parameters())} if isinstance(held, nn.Module) else set()
+            if own & left:
+                code += _TO_FLOAT32.format(name=name)
+                left -= own
+    return (Cure(place="before the optimizer is made", code=code.rstrip()),) if code else ()
 
 
 def finding_in_trace(error: BaseException) -> Finding | None:
@@ -196,6 +243,8 @@ def finding_in_trace(error: BaseException) -> Finding | None:
 
     No op was watched while the program ran. So the finding names the line and the module, and not the op.
     """
+    if (finding := _float16_gradients(error)) is not None:
+        return finding
     if not isinstance(error, (RuntimeError, TypeError, ValueError)) or not _OF_DTYPES.search(str(error)):
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from amp_plugin.messages import warn_user
+from amp_plugin.module_paths import module_paths
 from amp_plugin.quiet_hooks import register_quiet_hook
 from amp_plugin.weights import compressed_state
 from amp_plugin.weights.export import load_entry_of_0_2
@@ -162,14 +163,16 @@ class OptimizerHooks:
 
         The warning is repeated only if the number of these parameters has grown.
         """
-        halves = sum(param.requires_grad and is_unstored_half(param) for param in _params(optimizer))
-        if halves > self._halves:
-            self._halves = halves  # not reset if layers are frozen again
+        halves = [p for p in _params(optimizer) if p.requires_grad and is_unstored_half(p)]
+        if len(halves) > self._halves:
+            self._halves = len(halves)  # not reset if layers are frozen again
+            first = next(iter(module_paths(halves)), "")
             warn_user(
-                f"{type(optimizer).__name__} steps {halves} parameters in 16 bits, so updates below "
-                "1/256 of a parameter (1/2048 in float16) are lost. Make them before the model is set "
-                "up in mixed precision, which converts them to float32; shard a model in float32, with "
-                "a policy that casts it"
+                f"{type(optimizer).__name__} steps {len(halves)} parameters in 16 bits, so updates below "
+                "1/256 of a parameter (1/2048 in float16) are lost. "
+                f"{f'The first is {first}. ' if first else ''}Make them before the model is set "
+                "up in mixed precision, which converts them to float32; set up a loss with parameters too; "
+                "shard a model in float32, with a policy that casts it"
             )
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -300,6 +300,41 @@ def test_a_result_in_bf16_that_goes_to_numpy_is_told_of_float_and_eval_precision
     assert len(seen.findings) == 1
 
 
+class Contrastive(nn.Module):
+    """A loss with a parameter of its own, which the program made float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(2, dtype=torch.float16))
+
+    def forward(self, x):
+        return (x * self.temperature[0].float()).square().mean()
+
+
+def step_scaled(kind, cure=""):
+    model, loss_fn = nn.Linear(4, 2), Contrastive()
+    exec(cure, locals())
+    optimizer = torch.optim.SGD([*model.parameters(), *loss_fn.parameters()], lr=0.1)
+    scaler = kind("cpu", init_scale=8.0)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = loss_fn(model(torch.ones(3, 4)))
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, amp_plugin.GradScaler])
+def test_float16_gradients_that_a_scaler_refuses_are_named_by_their_module(kind):
+    with pytest.raises(ValueError, match="unscale FP16") as caught, amp_plugin.diagnose() as seen:
+        step_scaled(kind)
+    for finding in (finding_in_trace(caught.value), *seen.findings):
+        assert (finding.module, finding.place.file) == ("Contrastive", __file__)
+        assert "Contrastive.temperature is float16" in finding.advice
+        assert ".to(dtype)" not in finding.advice
+        (cure,) = finding.cures
+        step_scaled(kind, cure.code)
+    assert len(seen.findings) == 1
+
+
 PROGRAM = """
 import torch
 
