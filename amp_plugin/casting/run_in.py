@@ -253,7 +253,10 @@ def _castable(value: Any, device_type: str | None = None) -> bool:
 
 
 def cast_tensors(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:
-    """Cast the tensors inside a value, or only those on one device. If nothing is cast, return ``value``."""
+    """Cast the tensors in a nested value, or only those on one device type.
+
+    If no tensor has to be cast, ``value`` itself is returned.
+    """
     leaves = [leaf for leaf in tree_leaves(value) if _castable(leaf, device_type)]
     if all(leaf.dtype is dtype for leaf in leaves):
         return value

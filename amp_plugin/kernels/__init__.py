@@ -1,1 +1,1 @@
-"""The compiled ops, their reference in plain torch, and the code that builds them."""
+"""Contains the compiled ops, their reference in plain torch, and the code that builds them."""

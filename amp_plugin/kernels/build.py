@@ -1,8 +1,8 @@
-"""Compiles the native core once per torch release, and loads it.
+"""Compiles the native core (the C++ part of amp_plugin) once per torch release, and loads it.
 
-A core from a wheel is looked for first, then one in the build cache. The build cache also holds the cubins of
-the CUDA kernels. docs/decisions/building_the_core.md says what the cache promises, and why another
-process does the compiling.
+A core that was installed with a wheel comes first, and a core in the build cache second. The build cache also
+contains the cubins of the CUDA kernels. docs/decisions/building_the_core.md explains the guarantees of the
+cache, and why a child process compiles the core.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ from amp_plugin.messages import warn_user
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
 UNITS: Final = "all_*.cpp"
-"""The files to compile. Each includes all sources of one kind, so that torch's headers are read once."""
+"""The files to compile.
+
+Each of them includes several sources, so that the compiler reads torch's headers once.
+"""
 TARGETS: Final = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
-"""Maps a name of ``torch.backends.cpu.get_cpu_capability()`` to the compiler's ``-march``."""
+"""Maps a result of ``torch.backends.cpu.get_cpu_capability()`` to the compiler option ``-march``."""
 _EXTENSION: Final = "_region"
 _COMPILE: Final = "import json, sys; from torch.utils.cpp_extension import load; load(**json.load(sys.stdin))"
 _FIRST_ERROR = re.compile(r"^.*\b(?:error|undefined (?:reference|symbol))\b.*$", re.MULTILINE)
@@ -43,13 +46,14 @@ _FIRST_ERROR = re.compile(r"^.*\b(?:error|undefined (?:reference|symbol))\b.*$",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeCore:
-    """The native core, or the reason why it is missing.
+    """The loaded native core, or the reason why it is not loaded.
 
     Attributes:
-        reason: Why the core is missing, in one sentence; empty if it is loaded.
-        library: The file that it was loaded from; None if it is missing.
-        extension: The core's classes and functions, as a pybind11 module; None if the core is missing.
-        seconds: The time spent compiling; 0.0 if it was compiled before.
+        reason: Why the core is not loaded, in one sentence. It is empty if the core is loaded.
+        library: The file from which the core was loaded, or None.
+        extension: The pybind11 module with the core's classes and functions, or None if the core is not
+            loaded.
+        seconds: The seconds that were spent compiling, or 0.0 if the core was compiled before.
     """
 
     reason: str = ""
@@ -68,13 +72,13 @@ _lock = threading.Lock()
 
 
 def native_core() -> NativeCore:
-    """Return the native core, compiled and loaded at the first call.
+    """Return the native core. The first call compiles and loads it.
 
-    Threads and processes may call it at the same time. If something is missing it does not raise: ``loaded``
-    is False, ``reason`` says why, and a RuntimeWarning is given once.
+    Several threads and processes may call this function at the same time. If the core cannot be loaded, no
+    error is raised. Instead ``loaded`` is False, ``reason`` says why, and one RuntimeWarning is given.
 
     Returns:
-        The native core, the same object at every call.
+        The native core. Every call returns the same object.
 
     Example:
         >>> from amp_plugin.kernels.build import native_core
@@ -94,9 +98,9 @@ def native_core() -> NativeCore:
 
 
 def require_native(feature: str) -> NativeCore:
-    """Return the native core, or raise a RuntimeError that says why a feature needs it and why it is missing.
+    """Return the native core, or raise RuntimeError if it is not loaded.
 
-    ``feature`` is the name that the user knows.
+    The error gives the reason, and names the ``feature`` that needs the core.
     """
     core = native_core()
     if not core.loaded:
@@ -125,7 +129,7 @@ def _load() -> NativeCore:
         file, seconds = build_core()
         name = f"{__package__}.{_EXTENSION}"
         spec = importlib.util.spec_from_file_location(name, file)
-        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type] # .so files have a loader
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type] # .so files have loaders
         spec.loader.exec_module(module)  # type: ignore[union-attr]
     except (OSError, RuntimeError, ValueError, ImportError) as error:
         return NativeCore(reason=str(error))
@@ -134,7 +138,7 @@ def _load() -> NativeCore:
 
 
 def _forget_lock() -> None:
-    """Make a new lock in a forked child, since the thread that held the old one was not forked."""
+    """Replace the lock in a forked child, where the thread that held it does not exist."""
     global _lock  # noqa: PLW0603
     _lock = threading.Lock()
 
@@ -144,18 +148,18 @@ if hasattr(os, "register_at_fork"):
 
 
 def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
-    """Find or compile the native core; return its file and the seconds spent compiling.
+    """Find or compile the native core. Return its file and the seconds that were spent compiling.
 
     Raises:
-        RuntimeError: the compilation failed. The text names the first error and the log.
-        OSError: there is no compiler, or the cache folder cannot be used.
+        RuntimeError: the compilation failed. The message contains the first error and the path of the log.
+        OSError: there is no C++ compiler, or the cache folder cannot be used.
     """
     widths = vector_widths()
     for file in () if rebuild else (PREBUILT / core_name(width) for width in widths):
         if file.is_file():
             return file, 0.0
     cache = cache_root()
-    if not rebuild and not os.access(cache, os.W_OK):  # the image was built on another processor
+    if not rebuild and not os.access(cache, os.W_OK):  # the container image was built on another CPU
         for file in (cache / core_name(width) for width in widths):
             if is_cached(file):
                 return file, 0.0
@@ -164,9 +168,9 @@ def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
 
     def make(folder: Path) -> Path:
         nonlocal seconds
-        if log.exists() and log.stat().st_mtime >= asked:  # it failed in another process while we waited
+        if log.exists() and log.stat().st_mtime >= asked:  # another process has just failed
             raise RuntimeError(_failure(log))
-        _compiler()  # raises, before the wait is announced, if there is none
+        _compiler()  # raises early if there is no compiler
         started = time.perf_counter()
         print("amp_plugin: compiling the native core (once, about a minute) ...", file=sys.stderr, flush=True)
         try:
@@ -181,36 +185,36 @@ def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
 
 
 def vector_widths() -> tuple[str, ...]:
-    """Return the vector widths that this CPU supports, as torch names them. The widest comes first."""
+    """Return torch's names for the vector widths of this CPU, with the widest first."""
     widest, known = torch.backends.cpu.get_cpu_capability(), tuple(TARGETS)
     return known[known.index(widest) :] if widest in known else (widest,)
 
 
 def core_name(width: str) -> str:
-    """Return a core's file name: torch's release, vector width, and a hash of everything it is made from."""
-    release = torch.__version__.partition("+")[0]  # CPU and CUDA builds of torch share a core
+    """Return a core's file name, with torch's release, the vector width, and a hash of all build inputs."""
+    release = torch.__version__.partition("+")[0]  # CPU and CUDA builds share a core
     files = [*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h")]
     sources = {file.name: file.read_text() for file in files}
     parts = {**sources, "commit": str(torch.version.git_version), "flags": " ".join(compile_flags(width))}
-    parts["python"] = str(sysconfig.get_config_var("SOABI"))  # Python's release and the kind of processor
+    parts["python"] = str(sysconfig.get_config_var("SOABI"))  # Python's release and CPU type
     return f"core-torch{release}-{width.replace(' ', '_').lower()}-{digest(parts)}.so"
 
 
 def compile_flags(width: str) -> list[str]:
-    """Return the compiler's flags for a vector width, without torch's own; OpenMP is not linked."""
+    """Return the compiler flags for a vector width, to which torch adds its own. OpenMP is not linked."""
     vectors = [f"-march={TARGETS[width]}", f"-DCPU_CAPABILITY_{width}"] if width in TARGETS else []
     as_in_torch = ["-O3", "-DNDEBUG", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
-    same_bits = "-ffp-contract=off"  # for all vector widths: the compiler fuses no multiply-add by itself
-    lean_headers = "-DAT_PER_OPERATOR_HEADERS"  # otherwise autograd's headers include those of all ops
-    standard = "-std=c++20"  # torch 2.11 would compile extensions as C++17
+    same_bits = "-ffp-contract=off"  # no implicit fused multiply-add at any width
+    lean_headers = "-DAT_PER_OPERATOR_HEADERS"  # else autograd's headers include all ops
+    standard = "-std=c++20"  # torch 2.11 defaults to C++17
     return [standard, *as_in_torch, same_bits, lean_headers, "-fvisibility=hidden", *vectors]
 
 
 def compile_core(folder: Path, width: str) -> Path:
     """Compile a core into an empty folder, in a child process.
 
-    The child process also loads the compiled core, if this CPU can run the core. If the child process fails,
-    a RuntimeError is raised whose text is all the output of the child process.
+    If this CPU can run the core, the child process also loads it. If the child process fails, a RuntimeError
+    with its complete output is raised.
     """
     units = sorted(str(file) for file in SOURCES.glob(UNITS))
     if not units:
@@ -224,7 +228,7 @@ def compile_core(folder: Path, width: str) -> Path:
         "build_directory": str(folder),
     }
     runs_here = width in vector_widths()
-    if not runs_here:  # load() runs what it compiles, unless it is told to make a program
+    if not runs_here:  # load() would otherwise also run the result
         wanted |= {"is_standalone": True, "is_python_module": False}
         wanted["extra_ldflags"] = ["-shared", "-ltorch_python"]
     answer = subprocess.run(  # noqa: S603 -- this Python
@@ -239,16 +243,16 @@ def compile_core(folder: Path, width: str) -> Path:
     made = folder / (f"{_EXTENSION}.so" if runs_here else _EXTENSION)
     if answer.returncode != 0 or not made.is_file():
         said = answer.stderr
-        if not said or f"{made}: cannot open" in said:  # the compiler failed without an error message
+        if not said or f"{made}: cannot open" in said:  # no error message from the compiler
             said += f"\nerror: CXX={_compiler()!r} wrote no core; set CXX to a C++20 compiler, or unset it"
         raise RuntimeError(said)
     return made
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of the compiling process: our packages and compiler, and no GPU."""
+    """Return the environment variables of the compiling process, which hide all GPUs from it."""
     folders = [os.environ.get("PATH", os.defpath)]
-    with suppress(ImportError):  # ninja is not on PATH if Python was called by its path
+    with suppress(ImportError):  # ninja may be missing from PATH
         folders.append(importlib.import_module("ninja").BIN_DIR)
     return {
         **os.environ,
@@ -279,7 +283,7 @@ def _failure(log: Path) -> str:
 
 
 def write_cores(folder: Path) -> list[Path]:
-    """Compile the cores that a wheel contains, for this torch and Python; `make wheels` calls it."""
+    """Compile the cores of a wheel for this torch and Python. `make wheels` calls this function."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / core_name(width) for width in TARGETS]
     for width, file in zip(TARGETS, files, strict=True):

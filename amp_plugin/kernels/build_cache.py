@@ -1,8 +1,8 @@
-"""The build cache: a folder to which only its owner writes. Files are checked before they are used.
+"""The build cache is a folder that only its owner can write. Files are checked before they are used.
 
-A file ends with a seal, which is the SHA-256 of everything before it. A file that was cut short or damaged
-does not match its seal and is made again. The seal does no harm in a library or a cubin: loaders ignore bytes
-after the last section.
+Each file ends with a seal, which is the SHA-256 of everything before it. Truncated or damaged files do not
+match their seal, and are built again. Loaders of libraries and cubins ignore the seal, because it follows the
+last section.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _SEAL: Final = b"amp_plugin sha256:"
 
 
 def cache_root() -> Path:
-    """Return the cache folder, and make it first if it is missing.
+    """Return the cache folder, which is created if it is missing.
 
     Raises:
-        OSError, ValueError: the folder cannot be made or used.
+        OSError, ValueError: the folder cannot be created or used.
     """
     shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     given = os.environ.get("AMP_PLUGIN_CACHE_DIR") or f"{shared}/amp_plugin"
-    root = Path(os.path.expanduser(given))  # noqa: PTH111 - raises nothing without a home folder
+    root = Path(os.path.expanduser(given))  # noqa: PTH111 - no error if there is no home folder
     if not root.is_absolute():
         msg = f"the cache folder {given!r} is not an absolute path; {_WAY_OUT}"
         raise ValueError(msg)
@@ -47,7 +47,7 @@ def cache_root() -> Path:
 
 
 def _require_trusted(path: Path) -> None:
-    """Raise if anyone but the user and root could have written a file, since its code will run."""
+    """Raise if anybody except the user and root can write a file, because its code will be executed."""
     status, user = path.stat(), os.geteuid()
     if status.st_uid not in {user, _ROOT}:
         msg = (
@@ -62,38 +62,38 @@ def _require_trusted(path: Path) -> None:
 
 
 def digest(parts: Mapping[str, str]) -> str:
-    """Return a hash of ``parts`` in 16 hexadecimal digits; their order does not matter."""
+    """Return a hash of a mapping in 16 hexadecimal digits, independent of the order of its items."""
     return hashlib.sha256(json.dumps(dict(parts), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def obtain(file: Path, make: Callable[[Path], Path], *, rebuild: bool = False) -> Path:
-    """Return a cached file. If it is missing, one process calls ``make`` with an empty folder to make it.
+    """Return a cached file. If it is missing, a single process calls ``make`` to build the file.
 
-    A file that does not match its seal counts as missing.
+    ``make`` gets an empty folder and returns the file. Files that do not match their seal count as missing.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the cached file cannot be written.
     """
     if not rebuild and is_cached(file):
-        return file  # Nothing was written: the cache may be on a read-only file system.
+        return file  # nothing is written, for read-only file systems
     _require_writable(file)
-    # The operating system frees the lock if we are killed.
+    # If this process is killed, the operating system releases the lock.
     with FileLock(file.with_name(file.name + ".lock"), mode=0o600):
-        if not rebuild and is_cached(file):  # another process has made it meanwhile
+        if not rebuild and is_cached(file):  # another process has built it
             return file
-        for left_over in file.parent.glob(f"{file.name}.tmp-*"):  # left by builds that were killed
+        for left_over in file.parent.glob(f"{file.name}.tmp-*"):  # by killed builds
             shutil.rmtree(left_over, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f"{file.name}.tmp-", dir=file.parent) as folder:
             made = make(Path(folder))
             _seal(made)
-            made.chmod(0o644)  # root may build for all users of the machine
+            made.chmod(0o644)  # root may build for all users
             made.replace(file)
         _write_to_disk(file.parent)
     return file
 
 
 def is_cached(file: Path) -> bool:
-    """Return True if the cache holds this file and the file matches its seal."""
+    """Return True if a file is in the cache and matches its seal."""
     if not file.exists():
         return False
     _require_trusted(file.parent)
@@ -103,7 +103,7 @@ def is_cached(file: Path) -> bool:
 
 
 def read_cached(file: Path) -> bytes:
-    """Return the content of a cached file, without its seal."""
+    """Return the content of a cached file without the seal."""
     return file.read_bytes().rpartition(_SEAL)[0]
 
 
@@ -119,7 +119,7 @@ def _require_writable(file: Path) -> None:
 
 
 def _seal(file: Path) -> None:
-    """Add the seal, and flush the file to the disk before it gets its final name."""
+    """Append the seal and flush the file to disk, before the file gets its final name."""
     hashed = hashlib.sha256(file.read_bytes()).digest()
     with file.open("ab") as whole:
         whole.write(_SEAL + hashed)
@@ -128,7 +128,7 @@ def _seal(file: Path) -> None:
 
 
 def _write_to_disk(folder: Path) -> None:
-    """Flush a folder's entries to the disk; some network file systems cannot do that."""
+    """Flush a folder's entries to disk, unless the (network) file system cannot do that."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

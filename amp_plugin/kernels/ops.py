@@ -1,29 +1,28 @@
-"""The ops of ``torch.ops.amp_plugin``: schemas, fake kernels and their cost.
+"""Defines the schemas and fake kernels of the ops in ``torch.ops.amp_plugin``.
 
-Each op takes all gradients of one optimizer on one device. They may have different dtypes (float16, bfloat16,
-float32, float64, complex64, complex128), strides and sizes. Lazily conjugated or negated tensors are not
-allowed. For a sparse gradient its values are passed, for a DTensor its local tensor.
+Each op takes all gradients of one optimizer on one device. The gradients may have different dtypes (float16,
+bfloat16, float32, float64, complex64, complex128), strides and sizes. Lazily conjugated or negated tensors
+are not allowed. Sparse gradients are represented by their values, and DTensors by their local tensors.
 
-On a GPU each op is one launch without a host sync (``round_weights_``: one launch per tensor). See
-docs/lab/cuda.md.
+On a GPU each op is a single kernel launch without a host sync. Only ``round_weights_`` launches one kernel
+per tensor. See docs/lab/cuda.md.
 
-Contract of every kernel, whatever the device:
+Every kernel on every device follows this contract:
 
-- ``inv_scale`` and ``factor`` have one element, float32 or float64, on the gradients' device. They are read
-  there, never on the host.
-- ``norm`` is a new float32 0-dim tensor: the ``norm_type`` norm of all gradients together, taken as one flat
-  vector, *multiplied by inv_scale* (not for ``norm_type`` 0). Chunks of at most 65536 elements are summed in
-  float32. The sums of chunks are added in float64 or as a tree in fixed order. So the norm is correct to 1e-6
-  and the same in every run. It is inf or nan if a gradient is.
-- ``found_inf`` is a new float32 0-dim tensor, exactly 0.0 or 1.0. It is 1.0 if any element, or the value that
-  is written for it, is not finite. The square of an element is not tested.
-- ``flags`` is a new uint8 tensor ``[len(grads)]``: bit 0 inf, bit 1 nan.
-- The three ops on weights take float32, bfloat16 and int16 tensors of any strides and sizes.
-- Mutating kernels increase the version counter of each tensor that they write. A factor of exactly 1 writes
-  nothing.
+- ``inv_scale`` and ``factor`` are tensors of one element, in float32 or float64, on the gradients' device.
+  The host never reads them.
+- ``norm`` is a new float32 0-dim tensor. It is the ``norm_type`` norm of all gradients as one flat vector,
+  *multiplied by inv_scale* (except for ``norm_type`` 0). Chunks of at most 65536 elements are summed in
+  float32. The sums of the chunks are added in float64, or as a tree in a fixed order. So the norm is correct
+  to 1e-6 and the same in every run. If a gradient contains inf or nan, the norm is inf or nan.
+- ``found_inf`` is a new float32 0-dim tensor that is exactly 0.0 or 1.0. It is 1.0 if any element is not
+  finite, before or after the op writes it. Overflows of an element's square do not count.
+- ``flags`` is a new uint8 tensor ``[len(grads)]``. Bit 0 stands for inf and bit 1 for nan.
+- The three ops on weights accept float32, bfloat16 and int16 tensors of any strides and sizes.
+- Kernels increase the version counter of each tensor that they write. A factor of exactly 1 writes nothing.
 
-:mod:`amp_plugin.kernels.reference` defines in plain torch what each op does. It also serves each device that
-has no faster kernel.
+:mod:`amp_plugin.kernels.reference` defines in plain torch what each op does. Devices without faster kernels
+run this reference.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ from amp_plugin.kernels.cuda.register import register as register_cuda_kernels
 from amp_plugin.kernels.tracers import untraced
 
 HYSTERESIS_MODES: Final = {"apex": 0, "megatron": 1, "deepspeed": 2}
-"""The values of ``hysteresis_mode`` by name; see ``reference.update_scale_``."""
+"""The numbers of the values of ``hysteresis_mode``. See ``reference.update_scale_``."""
 
 SPIKE_ACTIONS: Final = {"skip": 0, "clip": 1, "raise": 2}
-"""What ``action`` of ``judge_step_`` means; see ``reference.judge_step_``."""
+"""The numbers of the values of ``action`` in ``judge_step_``. See ``reference.judge_step_``."""
 
 SCHEMAS: Final = {
     "norm_check": (
@@ -93,7 +92,7 @@ def _measured(grads: list[torch.Tensor], inv_scale: torch.Tensor, *_: float) -> 
     return _number(inv_scale), _number(inv_scale), inv_scale.new_empty((len(grads),), dtype=torch.uint8)
 
 
-FAKES: Final[dict[str, Callable[..., Any]]] = {  # only for ops that return something
+FAKES: Final[dict[str, Callable[..., Any]]] = {  # only for ops that return tensors
     "norm_check": _measured,
     "unscale_": _measured,
     "multiply_": lambda _, factor, *__: _number(factor),

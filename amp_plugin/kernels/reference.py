@@ -1,19 +1,21 @@
-"""Each op in plain torch. The tests use it as an oracle, and every device can fall back to it.
+"""Implements each op in plain torch, as an oracle for tests and as a fallback for every device.
 
-Tensors are processed one at a time in float64 (float32 on devices without it), and results are rounded once
-when they are written. :mod:`amp_plugin.kernels.ops` states the contract.
+Tensors are processed one at a time in float64 (or float32 on devices without float64), and results are
+rounded once when they are written. :mod:`amp_plugin.kernels.ops` states the contract of the ops.
 
-**Ranks.** Norms cannot be added over ranks, but their powers can. So each rank sends these float64 numbers::
+**Ranks.** Norms of several ranks cannot be added, but their powers can. So each rank sends these float64
+numbers::
 
     packed = [the sum of norm ** p, for each way of spreading gradients over ranks, ...,
               1 if a gradient is not finite, else 0]
 
-One collective adds them. For p = inf it takes the maximum of the norms, for p = -inf the maximum of the
-negated norms.
+A single collective adds these numbers. For p = inf it takes the maximum of the norms. For p = -inf it takes
+the maximum of the negated norms.
 
-**Weights.** A float32 weight is stored as a pair of 16 + 16 bits: docs/decisions/weights_in_pairs.md.
+**Weights.** A float32 weight is stored as a pair of two 16-bit halves, as docs/decisions/weights_in_pairs.md
+explains.
 
-**Steps.** :func:`step_` takes a step of any optimizer that has an entry in :data:`RULES`.
+**Steps.** :func:`step_` can take a step of every optimizer that has a rule in :data:`RULES`.
 """
 
 from __future__ import annotations
@@ -33,17 +35,18 @@ from amp_plugin.kernels.state_codes import decode, draws, encode, in_memory_orde
 INF_FLAG = 1
 NAN_FLAG = 2
 _WORD = 0xFFFFFFFF
-_CLIP, _RAISE = 1, 2  # actions at a spike; 0 skips the step
-_NO_POWER = {0, math.inf, -math.inf}  # for these p the norms themselves are combined
+_CLIP, _RAISE = 1, 2  # numbers of the actions at a spike; 0 is "skip"
+_NO_POWER = {0, math.inf, -math.inf}  # for these p, norms instead of powers are combined
 
 
 def _flat_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm of all elements as one vector, in the widest float of the device."""
+    """Return the norm of all elements as one vector, in the widest floating-point dtype of the device."""
     dtype = widest_float(device)
     parts = [g for g in grads if g.numel()]
     if not parts:
         return torch.zeros((), dtype=dtype, device=device)
-    # Norm 0 is a count. torch's total norm would count tensors; a flat vector counts elements.
+    # The norm for p = 0 is the number of nonzero elements.
+    # torch's total norm would count tensors instead of elements.
     if norm_type == 0:
         return torch.stack([(g != 0).sum() for g in parts]).sum().to(dtype)
     norms = [torch.linalg.vector_norm(g.abs().to(dtype), norm_type) for g in parts]
@@ -52,7 +55,7 @@ def _flat_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) 
 
 
 def _flags(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return one byte per tensor: bit 0 is set if it has an inf, bit 1 if it has a nan."""
+    """Return one byte per tensor. Bit 0 is set if the tensor contains inf, bit 1 if it contains nan."""
     if not tensors:
         return torch.zeros((0,), dtype=torch.uint8, device=device)
     real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
@@ -66,7 +69,7 @@ def _found(flags: Tensor) -> Tensor:
 
 
 def _multiply(grad: Tensor, factor: Tensor) -> None:
-    """Multiply in place and round once. A factor of 1 writes nothing."""
+    """Multiply a gradient in place, and round each product once. A factor of 1 changes nothing."""
     wide = torch.float64 if grad.dtype in {torch.float64, torch.complex128} else torch.float32
     if grad.is_complex():
         product = torch.view_as_complex(torch.view_as_real(grad.resolve_conj()) * factor.to(wide))
@@ -86,7 +89,7 @@ def norm_check(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the norm of ``inv_scale * grads``, ``found_inf`` and ``flags``, without writing the gradients.
 
-    With ``is_scale`` the factor is 1 / ``inv_scale``, rounded to the dtype of ``inv_scale``.
+    If ``is_scale`` is True, the factor is 1 / ``inv_scale``, rounded to the dtype of ``inv_scale``.
     """
     device, factor = inv_scale.device, _factor_of(inv_scale, is_scale=is_scale)
     flags = _flags(grads, device)
@@ -100,10 +103,10 @@ def norm_check(
 def unscale_(
     grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float = 2.0, is_scale: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiply gradients by ``inv_scale`` in place; return the same as :func:`norm_check`.
+    """Multiply gradients by ``inv_scale`` in place. Return the same results as :func:`norm_check`.
 
-    The norm is taken before the products are rounded to the gradients' dtypes. Products that overflow are
-    flagged too.
+    The norm is computed before the products are rounded to the gradients' dtypes. Products that overflow also
+    set ``found_inf`` and ``flags``.
     """
     factor = _factor_of(inv_scale, is_scale=is_scale)
     norm, _, flags = norm_check(grads, factor, norm_type)
@@ -120,10 +123,10 @@ def multiply_(
     max_norm: float | None = None,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """Multiply gradients by a factor in place; return ``found_inf`` of the products.
+    """Multiply gradients by a factor in place. Return ``found_inf`` of the products.
 
-    With ``max_norm``, ``factor`` is a norm. The gradients are then multiplied by :func:`clip_factor` of these
-    three. A factor of 1 writes nothing and finds nothing.
+    If ``max_norm`` is given, ``factor`` is a norm, and the gradients are multiplied by ``clip_factor(factor,
+    max_norm, None, found_inf)``. If they are multiplied by 1, nothing is written and the result is 0.
     """
     value = factor.reshape(()) if max_norm is None else clip_factor(factor, max_norm, None, found_inf)
     for grad in grads:
@@ -145,10 +148,10 @@ def update_scale_(
     hysteresis: int,
     hysteresis_mode: int,
 ) -> None:
-    """Update a loss scale after a step, on its device.
+    """Update a loss scale on its device after an optimizer step.
 
     The rule is torch's, with four changes. The growth interval is compared with ``>=`` instead of ``==``. The
-    scale has a floor and a ceiling. Hysteresis tolerates some overflows before the scale falls::
+    scale has a minimum and a maximum. Hysteresis allows some overflows before the scale is lowered::
 
         on overflow:   tracker = 0; hysteresis_tracker -= 1 (mode 2: not below 1)
                        if it is used up: scale = max(scale * backoff_factor, min_scale)
@@ -157,18 +160,18 @@ def update_scale_(
                            scale = min(scale * growth_factor, max_scale) if finite; tracker = 0
                            modes 1, 2: hysteresis_tracker = hysteresis
 
-    In mode 0 any good step restores the tolerance, as in apex's ``update_scale_hysteresis`` and DeepSpeed's
-    ``consecutive_hysteresis=True``. In mode 1 (Megatron-LM's ``DynamicGradScaler``) and mode 2 (DeepSpeed's
-    ``DynamicLossScaler``) only a whole growth interval restores it. With ``hysteresis=1`` all modes follow
-    torch's rule. The floor never raises a scale that was set by hand, and the ceiling never lowers one.
+    In mode 0 any step without overflow resets the hysteresis count, as in apex's ``update_scale_hysteresis``
+    and DeepSpeed's ``consecutive_hysteresis=True``. In mode 1 (Megatron-LM's ``DynamicGradScaler``) and mode
+    2 (DeepSpeed's ``DynamicLossScaler``) only a whole growth interval resets it. With ``hysteresis=1`` all
+    modes follow torch's rule. If the user sets a scale outside of the limits, the limits do not change it.
     """
     overflow = found_inf.reshape(scale.shape) > 0
     backoff = overflow & (hysteresis_tracker <= 1)
     steps = torch.where(overflow, 0, growth_tracker + 1)
-    # torch treats an interval of 2^31 or more as 0 or negative when it compares it with int32 tensors.
+    # In comparisons with int32 tensors, torch would wrap an interval of 2^31 or more to 0 or below.
     grow = ~overflow & (steps >= min(growth_interval, torch.iinfo(torch.int32).max))
 
-    wide = in_widest_float(scale)  # torch multiplies in float64 too
+    wide = in_widest_float(scale)  # as torch does
     lower = torch.maximum((wide * backoff_factor).float(), scale.clamp(max=min_scale))
     higher = (wide * growth_factor).float()
     higher = torch.where(higher.isfinite(), higher, scale)
@@ -185,13 +188,13 @@ def update_scale_(
 def clip_factor(
     norm: Tensor, max_norm: float, scale: Tensor | None = None, found_inf: Tensor | None = None
 ) -> Tensor:
-    """Return the factor by which clipping multiplies gradients, or the divisor for a fused optimizer::
+    """Return the factor by which clipping multiplies gradients, or the divisor for a fused optimizer's step::
 
-        factor = min(1, max_norm / (norm + 1e-6)), 1 if a gradient is not finite (that step is skipped)
+        factor = min(1, max_norm / (norm + 1e-6)), or 1 if a gradient is not finite (a skipped step)
         result = factor, or scale / factor
 
-    Finite gradients whose norm is beyond float32 become zeros, as torch makes them. Without ``found_inf`` a
-    gradient is finite if the norm is.
+    If gradients are finite but their norm overflows float32, clipping makes them zeros, as in torch. Without
+    ``found_inf``, gradients count as finite if their norm is finite.
     """  # noqa: D415 - the formula belongs to the sentence
     value = norm.reshape(())
     skipped = value.isfinite().logical_not() if found_inf is None else found_inf.reshape(()) > 0
@@ -213,7 +216,7 @@ def judge_step_(
     least_deviation: float,
     action: int,
 ) -> Tensor:
-    """Decide on the device whether a step is a spike, and update the running mean and variance::
+    """Decide on the device whether a step is a spike, and update the statistics of earlier steps::
 
         value = sum(values);  mean, variance, steps, held = statistics
         limit = mean + sigma * max(sqrt(variance), least_deviation * |mean|)
@@ -228,25 +231,27 @@ def judge_step_(
         action 2, raise:  the step is skipped if it is a spike, and all later ones, until ``held`` is set to 0
         each growth tracker: less 1 if the step is skipped without an overflow (the update will add it again)
 
-    A spike changes the statistics as if its value were the limit. So a single spike raises the limit only a
-    little, and yet a lasting new level is accepted after some steps. The mean is a plain mean over the first
-    ``window`` steps, and an exponential moving average afterwards.
+    A spike updates the statistics with the limit instead of its own value. So a single spike raises the limit
+    only a little, but a permanent rise of the values is accepted after some steps. During the first
+    ``window`` steps the mean is an arithmetic mean, and afterwards it is an exponential moving average.
 
     Args:
-        values: The numbers whose sum is judged: float32 or float64, one element each, on one device.
-        norm: The norm of the gradients as they are now, float32, 0-dim.
+        values: The numbers whose sum is compared with the limit, as tensors of one element in float32 or
+            float64 on one device.
+        norm: The current norm of the gradients, float32, 0-dim.
         found_inf: 1.0 if a gradient is not finite, float32, 0-dim.
-        statistics: Mean, variance, steps and held, float32 ``[4]``.
-        growth_trackers: The growth trackers of the loss scales, int32, 0-dim.
+        statistics: The mean, the variance, ``steps`` and ``held`` as a float32 tensor ``[4]``.
+        growth_trackers: The growth trackers of the loss scales, as int32 0-dim tensors.
         sigma: The number of standard deviations above the mean at which a step counts as a spike.
-        window: The number of steps that the mean covers.
+        window: The number of steps over which the mean is taken.
         warmup: The number of steps before a step can count as a spike.
-        least_deviation: The smallest standard deviation, as a share of the mean.
-        action: One of the three actions above.
+        least_deviation: The smallest standard deviation, as a fraction of the mean.
+        action: The number of one of the three actions above.
 
     Returns:
-        float32 ``[6]``: 1 if the step is skipped; the factor of the gradients; 1 for a spike or 2 for a held
-        step; the value; the limit (float32's largest number during warm-up); the norm times the factor.
+        A float32 tensor ``[6]``. Its elements are: whether the step is skipped (0 or 1), the factor of the
+        gradients, 1 for a spike or 2 for a held step, the value, the limit (float32's largest number during
+        warm-up), and the norm times the factor.
     """  # noqa: D415 - the rule belongs to the sentence
     mean, variance, steps, held_before = (number.clone() for number in statistics)
     value = torch.stack([value.reshape(()).to(mean.dtype) for value in values]).sum()
@@ -286,15 +291,16 @@ def pack_measurements_(
     replicas: Sequence[int],
     norm_type: float,
 ) -> None:
-    """Write the numbers that the collective combines into ``packed`` (``[len(replicas) + 1]``).
+    """Write the numbers that a collective combines over ranks into ``packed`` (``[len(replicas) + 1]``).
 
     Args:
-        packed: float64. One element for each way of spreading gradients over ranks, and ``found_inf`` last.
+        packed: float64. It has one element for each way of spreading gradients over ranks, and ``found_inf``
+            as the last element.
         norms: The norms of groups of gradients.
-        found_infs: The flags of these groups.
-        slots: The element of ``packed`` to which each norm belongs.
-        replicas: For each element, the number of ranks that hold the same gradients. Each of them adds the
-            power, so it is divided by this number.
+        found_infs: The ``found_inf`` of each of these groups.
+        slots: The index in ``packed`` to which each norm belongs.
+        replicas: For each element of ``packed``, the number of ranks that hold the same gradients. All these
+            ranks add the same power, so the power is divided by their number.
         norm_type: The order of the norm.
     """
     fits = len(norms) == len(slots) and all(0 <= slot < len(replicas) for slot in slots)
@@ -317,7 +323,7 @@ def pack_measurements_(
 
 @torch.no_grad()
 def unpack_measurements(packed: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
-    """Return the norm and found_inf from the combined numbers. The flag is read from the last ``packed``."""
+    """Return the norm and found_inf from combined numbers. ``found_inf`` is read from the last of them."""
     if not packed:
         msg = "unpack_measurements: got no packed measurements; give at least one"
         raise ValueError(msg)
@@ -329,7 +335,7 @@ def unpack_measurements(packed: Sequence[Tensor], norm_type: float) -> tuple[Ten
 
 
 def _power(norms: Sequence[Tensor], norm_type: float, like: Tensor) -> Tensor:
-    """Return the sum of the norms' powers (0-dim); without norms, the neutral element of the sum."""
+    """Return the combined powers of the norms (0-dim), or the neutral element if there are no norms."""
     wide = torch.stack([norm.reshape(()).to(like.dtype) for norm in norms]) if norms else like.new_empty(0)
     if norm_type == -math.inf:
         wide = -wide
@@ -352,10 +358,10 @@ def _refuse_counts(op: str, masters: Sequence[Tensor], **others: Sequence[Tensor
 
 @torch.no_grad()
 def pack_weights_(masters: Sequence[Tensor], high: Sequence[Tensor], low: Sequence[Tensor]) -> None:
-    """Split float32 weights into pairs: a bfloat16 and an int16 tensor of the same shape.
+    """Split float32 weights into pairs of a bfloat16 and an int16 tensor of the same shape.
 
-    The bfloat16 half is the nearest one. Ties are rounded away from zero, so that the split is reversible. A
-    NaN whose bfloat16 half would not be a NaN becomes the default NaN.
+    The bfloat16 half is the nearest bfloat16 number. Ties are rounded away from zero, so that the split is
+    reversible. NaNs whose bfloat16 half would not be a NaN become the default NaN.
     """
     _refuse_counts("pack_weights_", masters, high_halves=high, low_halves=low)
     for master, upper, lower in zip(masters, high, low, strict=True):
@@ -370,7 +376,7 @@ def pack_weights_(masters: Sequence[Tensor], high: Sequence[Tensor], low: Sequen
 
 @torch.no_grad()
 def unpack_weights_(high: Sequence[Tensor], low: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Join the two halves of each pair to float32 weights."""
+    """Join the two halves of each pair into a float32 weight."""
     _refuse_counts("unpack_weights_", masters, high_halves=high, low_halves=low)
     for upper, lower, master in zip(high, low, masters, strict=True):
         highs = upper.view(torch.int16).to(torch.int32) << 16
@@ -380,11 +386,11 @@ def unpack_weights_(high: Sequence[Tensor], low: Sequence[Tensor], masters: Sequ
 
 @torch.no_grad()
 def round_weights_(masters: Sequence[Tensor], out: Sequence[Tensor], seed: int, step: int) -> None:
-    """Round float32 weights to bfloat16 at random: the nearer a neighbour is, the likelier it is chosen.
+    """Round float32 weights stochastically to one of the two neighbouring bfloat16 numbers.
 
-    A number that bfloat16 can hold does not change. The random bits of an element depend only on ``seed`` and
-    ``step`` (the low 32 bits of each), on the index of its tensor in the list, and on its index in the
-    tensor. They do not depend on the device or on threads.
+    Numbers that bfloat16 can represent do not change. The random bits of an element depend only on the low 32
+    bits of ``seed`` and ``step``, on the index of its tensor in the list, and on its index in the tensor. The
+    random bits do not depend on the device or on threads.
     """
     _refuse_counts("round_weights_", masters, outputs=out)
     for number, (master, rounded) in enumerate(zip(masters, out, strict=True)):
@@ -399,18 +405,19 @@ def round_weights_(masters: Sequence[Tensor], out: Sequence[Tensor], seed: int, 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What one optimizer step does to a parameter.
+    """Describes what an optimizer step does to one parameter.
 
     Attributes:
-        numbers: The names of the rule's numbers, in order. The first one is ``lr``.
+        numbers: The names of the rule's numbers, in order. The first name is ``lr``.
         states: The kind of each state, in order: ``"signed"``, ``"square"``, ``"second square"`` or
-            ``"weight"``. Squares are never negative. If they are stored in fewer bits, they are rounded at
-            random. Weights are always float32.
+            ``"weight"``. Squares are never negative. Squares that are stored in fewer bits are rounded
+            stochastically. Weights are always float32.
         apply: A function of a parameter, its gradient, its states, its counters after this step, and the
-            numbers by name. All tensors are float32 or wider. It returns the new parameter and new states.
-        counters: The number of counters per parameter. The first one counts the steps.
-        count: A function that returns the new second counter. Its arguments are the old second counter, the
-            first counter after this step, and the numbers.
+            numbers by name. All tensors are float32 or wider. The function returns the new parameter and the
+            new states.
+        counters: The number of counters per parameter. The first counter counts the steps.
+        count: A function that returns the new second counter, given the old second counter, the first counter
+            after this step, and the numbers.
     """
 
     numbers: tuple[str, ...]
@@ -556,7 +563,7 @@ def _adadelta(
 def _moments(
     param: Tensor, grad: Tensor, states: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Decay the weights and update the moments as Adam does."""
+    """Decay the weights and update the moments in the same way as Adam."""
     if n.decoupled:
         grad, param = -grad if n.maximize else grad, param * (1 - n.lr * n.weight_decay)
     else:
@@ -651,7 +658,7 @@ def _schedule_free(
 def _muon_momentum(
     _: Tensor, grad: Tensor, states: list[Tensor], __: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """The part of Muon (Jordan, 2024) before its matrix products. Their input is written to ``param``::
+    """Muon's step (Jordan, 2024) before its matrix products. The products' input is written to ``param``::
 
     momentum_buffer += (1 - momentum) * (grad - momentum_buffer)
     param = grad + momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
@@ -663,7 +670,7 @@ def _muon_momentum(
 def _muon_update(
     param: Tensor, update: Tensor, _: list[Tensor], __: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """The part after the products: ``param = (1 - lr * weight_decay) * param - lr * ratio * products``."""
+    """Muon's step after its products: ``param = (1 - lr * weight_decay) * param - lr * ratio * products``."""
     return ((1 - n.lr * n.weight_decay) * param - n.lr * n.ratio * update,)
 
 
@@ -716,9 +723,9 @@ RULES: Final = {
     "muon_momentum": Rule(numbers=("lr", "momentum", "nesterov"), states=("signed",), apply=_muon_momentum),
     "muon_update": Rule(numbers=("lr", "weight_decay", "ratio"), apply=_muon_update),
 }
-"""The rules of :func:`step_` by name; ``csrc/rules`` has the same rules in C++ and CUDA."""
+"""Maps names to the rules of :func:`step_`. ``csrc/rules`` has the same rules in C++ and CUDA."""
 
-_DRAWS: Final = {"square": 1, "second square": 2}  # which random numbers round a state of this kind
+_DRAWS: Final = {"square": 1, "second square": 2}  # which random bits round a state of this kind
 
 
 @torch.no_grad()
@@ -735,25 +742,27 @@ def step_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Divide gradients, then take an optimizer step unless ``found_inf`` is above 0.
+    """Divide gradients, and take an optimizer step unless ``found_inf`` is above 0.
 
     Args:
-        params: float32, or bfloat16 with ``remainders``. They are written.
-        grads: float32, bfloat16 or float16, one for each parameter. Each gradient is divided by
-            ``grad_scale`` and rounded once to its dtype; ``maximize`` and weight decay do not change it. The
-            step itself uses the quotients in float32. If ``grad_scale`` is None or 1, gradients are not
-            written and their version counters do not change. (On a GPU the host cannot see that it is 1, so
-            the counters change there.)
-        states: The first states of all parameters, then all second ones, and so on. Each is float32 or
-            bfloat16 in the parameter's shape, or 8-bit codes (see :mod:`.state_codes`). They are written.
-        counters: The first counters of all parameters, one element each, float32 or float64; then all second
-            ones, float32. They are written.
-        remainders: The int16 halves of the parameters' pairs, or an empty list. They are written.
+        params: The parameters, in float32, or in bfloat16 with ``remainders``. They are written.
+        grads: The gradients of the parameters, in float32, bfloat16 or float16. Each gradient is divided by
+            ``grad_scale`` and rounded once to its dtype. ``maximize`` and weight decay do not change the
+            gradient. The step itself uses the quotients in float32. If ``grad_scale`` is None or 1, gradients
+            are not written and their version counters do not change. (On a GPU the host cannot see that
+            ``grad_scale`` is 1, so the counters change there.)
+        states: The first states of all parameters, followed by all second states, and so on. Each state is
+            float32 or bfloat16 in the shape of its parameter, or 8-bit codes (see :mod:`.state_codes`).
+            States are written.
+        counters: The first counters of all parameters (one element each, float32 or float64), followed by all
+            second counters (float32). Counters are written.
+        remainders: The int16 halves of the parameters' pairs, or an empty list. Remainders are written.
         rule: A key of :data:`RULES`.
         numbers: The numbers of the rule, in the order of its ``numbers``.
-        lr: A learning rate on the device (one element). It replaces the first number.
-        grad_scale: The divisor of the gradients (one element): a loss scale, possibly combined with clipping.
-        found_inf: One element. If it is above 0, gradients are divided and nothing else is written.
+        lr: A learning rate on the device (one element), which replaces the first number.
+        grad_scale: The divisor of the gradients (one element). It is a loss scale, possibly combined with a
+            clip factor.
+        found_inf: A tensor of one element. If it is above 0, only the gradients are written.
     """
     entry, count = RULES[rule], len(params)
     named = SimpleNamespace(**dict(zip(entry.numbers, numbers, strict=True)))
@@ -782,7 +791,7 @@ def step_(
 def _unscaled(
     params: Sequence[Tensor], grads: Sequence[Tensor], remainders: Sequence[Tensor], grad_scale: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Divide the gradients; yield each parameter with its gradient, both in float32 or wider."""
+    """Divide the gradients. Yield each parameter and its gradient in float32 or wider."""
     divides = grad_scale is not None and not (grad_scale.is_cpu and grad_scale.float().item() == 1)
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         whole = param
@@ -801,7 +810,7 @@ def _write_if(tensor: Tensor, value: Tensor, taken: Tensor | bool) -> None:
 
 
 def _read_state(state: Tensor, param: Tensor, kind: str) -> Tensor:
-    """Return a state in float32 or wider, whichever way it is stored."""
+    """Return a state in float32 or wider, decoded from the format in which it is stored."""
     if state.dtype is not torch.uint8:
         return in_widest_float(state)
     value = torch.empty_like(param, dtype=torch.float32)
@@ -812,7 +821,7 @@ def _read_state(state: Tensor, param: Tensor, kind: str) -> Tensor:
 def _write_state(
     state: Tensor, value: Tensor, param: Tensor, taken: Tensor | bool, kind: str, step: Tensor | float
 ) -> None:
-    """Write a state back in the way it is stored; the reverse of ``_read_state``."""
+    """Write a state back in the format in which it is stored. This reverses ``_read_state``."""
     if state.dtype is torch.float32:
         return _write_if(state, value, taken)
     flat = in_memory_order(torch.empty_like(param, dtype=torch.float32).copy_(value))

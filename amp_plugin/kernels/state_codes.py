@@ -1,7 +1,7 @@
-"""Optimizer states in 16 and 8 bits, in plain torch. The kernels read and write exactly the same bits.
+"""Encodes optimizer states in 16 and 8 bits, in plain torch. The kernels produce the same bits.
 
-docs/decisions/compressed_state.md describes the formats. The random bits of an element depend only on
-its position in memory and on the number of the step.
+docs/decisions/compressed_state.md describes the formats. The random bits of an element depend only on its
+position in memory and on the step count.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _MOST_UNSIGNED: Final = 255
 
 
 def draws(numel: int, step: Tensor | float, state: int, device: torch.device) -> Tensor:
-    """Return 16 random bits per element (int64), with which a second moment is rounded.
+    """Return 16 random bits per element (int64) for stochastic rounding of a second moment.
 
-    Only the first element of a block is random; from there the high bytes are spread evenly. ``state`` is 1
-    for ``exp_avg_sq`` and 2 for its maximum. Only the low 32 bits of ``step`` matter.
+    Only the bits of the first element in a block are drawn at random. The high bytes of the other elements
+    follow from it, and are spread evenly. ``state`` is 1 for ``exp_avg_sq`` and 2 for its maximum. Only the
+    low 32 bits of ``step`` matter.
     """
     number = step.to(torch.int64).reshape(()) if isinstance(step, Tensor) else int(step)
     places = torch.arange(numel, device=device)
@@ -37,7 +38,7 @@ def draws(numel: int, step: Tensor | float, state: int, device: torch.device) ->
 
 
 def random_bits(numbers: Tensor, seed: Tensor | int) -> Tensor:
-    """Return 32 random bits (int64) for each number."""
+    """Return 32 random bits (as int64) for each of the given numbers."""
     bits = (numbers * 0x9E3779B1 + seed) & _WORD
     bits = ((bits ^ (bits >> 15)) * 0x2C1B3C6D) & _WORD
     bits = ((bits ^ (bits >> 12)) * 0x297A2D39) & _WORD
@@ -45,20 +46,20 @@ def random_bits(numbers: Tensor, seed: Tensor | int) -> Tensor:
 
 
 def to_bf16(flat: Tensor, drawn: Tensor | None = None) -> Tensor:
-    """Round float32 numbers to bfloat16: to the nearest, or with the random bits ``drawn``."""
+    """Round float32 numbers to bfloat16, to nearest or stochastically with the random bits ``drawn``."""
     if drawn is None:
         return flat.bfloat16()
     bits = flat.contiguous().view(torch.int32).to(torch.int64) + drawn
     rounded = (bits >> 16).to(torch.int16).view(torch.bfloat16)
-    return torch.where(flat.isnan(), math.nan, rounded)  # the bits of a GPU's NaN would overflow to -0
+    return torch.where(flat.isnan(), math.nan, rounded)  # a GPU's NaN bits would overflow to -0
 
 
 def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Tensor | None = None) -> Tensor:
-    """Return the 8-bit codes (uint8, whole blocks) of float32 numbers.
+    """Return the 8-bit codes of float32 numbers (uint8, in whole blocks).
 
-    Negative numbers are allowed only if ``signed``. ``drawn``, from :func:`draws`, rounds second moments at
-    random. Without it they are rounded to the nearest. ``units`` (``[blocks, 1]``) is the scale of each
-    block; by default it follows from the block's largest number.
+    Negative numbers are allowed only if ``signed`` is True. If ``drawn`` is given (by :func:`draws`), second
+    moments are rounded stochastically. Otherwise they are rounded to nearest. ``units`` (``[blocks, 1]``) has
+    the scale of each block. By default the scale follows from the largest number in the block.
     """
     kept = _kept(flat, signed=signed)
     blocks, unit = len(kept), _units(kept, signed=signed) if units is None else units
@@ -71,17 +72,18 @@ def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Te
         if drawn is not None:
             share[: flat.numel()] = drawn
         high, low = (share >> 8).view_as(kept), (share & 0xFF).view_as(kept)
-        # A fused multiply-add, then an addition.
+        # This is a fused multiply-add followed by an addition.
         code = (kept.double() * inverse + low * 2.0**-16).float() + high * 2.0**-8
         codes = torch.where(kept == 0, 0, code.clamp(1, _MOST_UNSIGNED)).to(torch.uint8)
     return torch.cat([codes, unit.flatten().view(torch.uint8).view(blocks, 4)], 1).flatten()
 
 
 def encode_exactly(flat: Tensor, *, signed: bool) -> Tensor:
-    """Return codes that decode to the same bits again, if the numbers were decoded from codes.
+    """Return codes that decode to exactly the given numbers, if these were decoded from codes.
 
-    Other numbers get the nearest codes. The scale of a block is searched among the neighbours of the one that
-    its largest number gives, because that number's code may have been rounded down by one.
+    Other numbers are rounded to the nearest codes. The scale of a block cannot be computed exactly from its
+    largest number, whose code may have been rounded down by one. So neighbours of the computed scale are
+    tried.
     """
     kept = _kept(flat, signed=signed)
     asked_for = _units(kept, signed=signed)
@@ -98,7 +100,7 @@ def encode_exactly(flat: Tensor, *, signed: bool) -> Tensor:
 
 
 def _kept(flat: Tensor, *, signed: bool) -> Tensor:
-    """Return the values that are multiples of a block's scale, in blocks: the numbers, or their roots."""
+    """Return in blocks what is divided by a block's scale: signed numbers, or roots of unsigned numbers."""
     kept = flat.new_zeros((flat.numel() + BLOCK - 1) // BLOCK * BLOCK)
     kept[: flat.numel()] = (
         flat.clamp(-_MOST_NUMBER, _MOST_NUMBER) if signed else flat.sqrt().clamp_max(_MOST_ROOT)
@@ -111,7 +113,7 @@ def _units(kept: Tensor, *, signed: bool) -> Tensor:
 
 
 def decode(codes: Tensor, numel: int, *, signed: bool) -> Tensor:
-    """Decode codes to float32 numbers of shape ``[numel]``."""
+    """Decode 8-bit codes to float32 numbers of shape ``[numel]``."""
     blocks = codes.view(-1, BLOCK_BYTES)
     unit = blocks[:, BLOCK:].contiguous().view(torch.float32)
     if signed:
@@ -121,7 +123,7 @@ def decode(codes: Tensor, numel: int, *, signed: bool) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor in the order of memory. For a dense tensor this is a view."""
+    """Return a tensor's elements in memory order (1-dim). If the tensor is dense, the result is a view."""
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     if not dense:
         return tensor.flatten()

@@ -1,7 +1,7 @@
-"""Keeps tracers out of our own Python frames, without importing Dynamo.
+"""Keeps tracers out of amp_plugin's Python frames, without importing Dynamo.
 
-When a compiled function falls back to eager, Dynamo looks at every frame that it calls. torch.jit.trace
-records every op that is called, and fails at an op that takes a list of strings.
+If a compiled function falls back to eager mode, Dynamo tries to trace every function that it calls.
+torch.jit.trace records every op call, and fails at ops that take a list of strings.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def untraced(function: Function) -> Function:
-    """Keep Dynamo out of a function and everything it calls. It must not call the user's code."""
+    """Keep Dynamo out of a function and all its callees, which must not include user code."""
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
     return function
 
 
 def outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
-    """Break the graph at a call, for a method that decides by the values of tensors."""
+    """Cause a graph break at calls of a method, because it makes decisions by the values of tensors."""
     outside = torch._disable_dynamo(untraced(method))  # type: ignore[attr-defined]
 
     @wraps(method)
@@ -40,9 +40,9 @@ def outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def outside_tracers() -> Iterator[None]:
-    """Hide a block, and everything it calls, from Dynamo and torch.jit.trace."""
+    """Hide a block and everything that it calls from Dynamo and torch.jit.trace."""
     previous = eval_frame.set_eval_frame(None)
-    # Below the tracer torch refuses to change this.
+    # Below the Tracer dispatch key, torch refuses to change the tracing state.
     below = torch._C._dispatch_tls_is_dispatch_key_excluded("Tracer")
     recording = None if below else torch._C._get_tracing_state()
     try:

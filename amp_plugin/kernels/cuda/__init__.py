@@ -1,4 +1,4 @@
-"""The list of CUDA kernels. NVRTC compiles them on the user's machine. ``Tuning`` is how they fill a GPU."""
+"""Lists the CUDA kernels, which NVRTC compiles on the user's machine, and their launch parameters."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from typing import Final
 
 SOURCES: Final = Path(__file__).parent
 LAYOUT: Final = SOURCES.parent / "csrc" / "cuda_layout.h"  # shared by C++ and the kernels
-RULES: Final = SOURCES.parent / "csrc" / "rules"  # what a step does to an element, also shared
-NORMS: Final = ("Squares", "Maximum", "Power")  # the structs of norms.cuh, in the order of cuda_device.h
+RULES: Final = SOURCES.parent / "csrc" / "rules"  # rules of optimizer steps, also shared
+NORMS: Final = ("Squares", "Maximum", "Power")  # structs in norms.cuh, in the order of cuda_device.h
 _OF_EACH_NORM: Final = ("norm_check", "unscale")
 
 
 def rule_names() -> list[str]:
-    """Return the names of the rules that ``step_`` takes, in the order of ``rules/all.h``."""
+    """Return the names of the rules for the op ``step_``, in the order of ``rules/all.h``."""
     return re.findall(r"RULE\((\w+), [^)]+\)", (RULES / "all.h").read_text().split("#define")[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """A kernel: the function ``name`` in ``name.cu``, compiled for one norm, one rule or neither."""
+    """The CUDA function ``name`` in ``name.cu``, compiled for a norm, for a rule or for neither."""
 
     name: str
-    norm: str = ""  # one of NORMS if the file is compiled once for each norm
-    rule: str = ""  # one of rule_names() if the file is compiled once for each rule
+    norm: str = ""  # one of NORMS, for files that are compiled once per norm
+    rule: str = ""  # one of rule_names(), for files that are compiled once per rule
 
     @property
     def title(self) -> str:
-        """The kernel's name in ``cuda_device.cpp``."""
+        """The name by which ``cuda_device.cpp`` looks the kernel up."""
         return f"{self.name} {self.norm or self.rule}".strip()
 
     def macros(self) -> tuple[tuple[str, str], ...]:
-        """Return the macros that the kernel's file is compiled with."""
+        """Return the macros with which the kernel's file is compiled."""
         chosen = (("NORM", self.norm), ("RULE", self.rule))
         return tuple((macro, value) for macro, value in chosen if value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """How a kernel that works on a table of tensors fills a GPU."""
+    """The launch parameters of a kernel that processes a table of tensors."""
 
     blocks: int = 4  # blocks of 256 threads per multiprocessor
-    in_flight: int = 4  # 16-byte loads that a thread issues before it uses the first one
+    in_flight: int = 4  # 16-byte loads of a thread before their first use
 
     def macros(self) -> tuple[tuple[str, str], ...]:
-        """Return the macros that the sources are compiled with."""
+        """Return the macros for these parameters, with which the sources are compiled."""
         return (("BLOCKS_PER_MULTIPROCESSOR", str(self.blocks)), ("IN_FLIGHT", str(self.in_flight)))
 
 
@@ -56,18 +56,19 @@ TUNINGS: dict[str, Tuning] = {
     "pack_weights": Tuning(blocks=6),
     "unpack_weights": Tuning(blocks=6),
 }
-"""Maps a kernel's name to the best tuning on an H200, if that is not the default tuning.
+"""Maps a kernel's name to its fastest tuning on an H200, if this is not the default tuning.
 
-A measurement may change it before the first device is opened."""
+A measurement may change this dict before the first device is opened.
+"""
 
 
 def tuning_of(kernel: Kernel) -> Tuning:
-    """Return the tuning of a kernel."""
+    """Return the launch parameters of a kernel."""
     return TUNINGS.get(kernel.name, Tuning())
 
 
 def all_kernels() -> Iterator[Kernel]:
-    """Yield every kernel of the package, in every form."""
+    """Yield every CUDA kernel of the package, for every norm and every rule."""
     for file in sorted(SOURCES.glob("*.cu")):
         if file.stem in _OF_EACH_NORM:
             yield from (Kernel(name=file.stem, norm=norm) for norm in NORMS)
@@ -78,5 +79,5 @@ def all_kernels() -> Iterator[Kernel]:
 
 
 def shared_sources() -> list[Path]:
-    """Return all files from which kernels are compiled."""
+    """Return all source files from which CUDA kernels are compiled."""
     return sorted([*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh"), LAYOUT, *RULES.glob("*.h")])

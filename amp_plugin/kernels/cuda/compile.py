@@ -1,4 +1,4 @@
-"""Compiles ``.cu`` files to cubins with NVRTC, through ``cuda-core``. This needs no GPU."""
+"""Compiles ``.cu`` files to cubins with NVRTC and ``cuda-core``. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from amp_plugin.kernels.build_cache import cache_root, digest, obtain, read_cach
 from amp_plugin.kernels.cuda import SOURCES, Kernel, all_kernels, shared_sources, tuning_of
 
 ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-"""The tested architectures. Any other one that NVRTC knows, from sm_75 on, can be compiled for too."""
+"""The tested GPU architectures. Other architectures from sm_75 on work too, if NVRTC supports them."""
 
 STANDARD: Final = "c++17"
 
 
 def compile_cubin(kernel: Kernel, architecture: str) -> bytes:
-    """Compile a kernel for an architecture such as ``"sm_90"``. A RuntimeError says why it failed."""
+    """Compile a kernel for a GPU architecture such as ``"sm_90"``. Raise RuntimeError if that fails."""
     source = source_of(kernel)
     program = None
     try:
         program = Program(source, "c++", options=options_for(kernel, architecture))
         return bytes(program.compile("cubin").code)
-    except Exception as error:  # the types of cuda-core's errors are not public
-        # The error's frame would keep it; freed later, as part of a cycle, it prints an AttributeError.
+    except Exception as error:  # cuda-core's error types are private
+        # The traceback would keep the program alive as part of a reference cycle.
+        # When the garbage collector freed the cycle, the program would print an AttributeError.
         del program
         log = str(error).replace("\0", "")
         msg = f"NVRTC cannot compile {kernel.name}.cu for {architecture}: {log}"
@@ -39,12 +40,12 @@ def compile_cubin(kernel: Kernel, architecture: str) -> bytes:
 
 
 def source_of(kernel: Kernel) -> str:
-    """Return a kernel's source. Headers have full paths, since NVRTC searches the working directory first."""
+    """Return a kernel's source with full header paths, since NVRTC searches the working directory first."""
     return (SOURCES / f"{kernel.name}.cu").read_text().replace('#include "', f'#include "{SOURCES}/')
 
 
 def options_for(kernel: Kernel, architecture: str) -> ProgramOptions:
-    """Return NVRTC's options. It must not fuse a multiply-add unless the source says ``fma``."""
+    """Return the options for NVRTC, which must fuse a multiply-add only if the source says ``fma``."""
     return ProgramOptions(
         name=f"{kernel.name}.cu",
         arch=architecture,
@@ -56,9 +57,9 @@ def options_for(kernel: Kernel, architecture: str) -> ProgramOptions:
 
 
 def cached_cubin(kernel: Kernel, architecture: str) -> bytes:
-    """Return the cubin of a kernel. It is compiled only if the build cache does not have it.
+    """Return the cubin of a kernel, which is compiled only if the build cache lacks it.
 
-    If the cache cannot be used, a RuntimeWarning says so and the kernel is compiled for this process alone.
+    If the cache cannot be used, a RuntimeWarning is given and the kernel is compiled for this process only.
     """
     identity = {
         "macros": repr((*tuning_of(kernel).macros(), *kernel.macros())),
@@ -78,16 +79,16 @@ def cached_cubin(kernel: Kernel, architecture: str) -> bytes:
         cache.mkdir(mode=0o755, exist_ok=True)
         file = cache / f"{kernel.name}-{architecture}-{digest(identity)}.cubin"
         return read_cached(obtain(file, make))
-    except (OSError, ValueError) as error:  # A full disk must not end a training run.
+    except (OSError, ValueError) as error:  # a full disk must not end training
         text = f"CUDA kernels are compiled for this process alone: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
         return compile_cubin(kernel, architecture)
 
 
 def all_cubins(architecture: str) -> dict[Kernel, bytes]:
-    """Return the cubins of all kernels, compiled several at a time."""
+    """Return the cubins of all kernels. Several kernels are compiled in parallel."""
     kernels = list(all_kernels())
-    cached_cubin(Kernel(name="update_scale"), architecture)  # If this one fails, all would fail.
+    cached_cubin(Kernel(name="update_scale"), architecture)  # fails early if all would fail
     with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as pool:
         cubins = pool.map(lambda kernel: cached_cubin(kernel, architecture), kernels)
         return dict(zip(kernels, cubins, strict=True))
@@ -99,15 +100,15 @@ def _announce(architecture: str) -> None:
 
 
 def identity_of(architecture: str, blocks: Sequence[int]) -> int:
-    """Return a hash, from 1 to 2**24 - 1, of everything on which the last bits of results depend."""
+    """Return a hash (1 to 2**24 - 1) of everything that can change the last bits of results."""
     parts = {"architecture": architecture, "blocks": str(list(blocks)), "sources": _sources()}
     return 1 + int(digest({**parts, "nvrtc": nvrtc_version()}), 16) % (2**24 - 1)
 
 
 def architecture_for(major: int, minor: int) -> str:
-    """Return the newest architecture that NVRTC knows and that a GPU of this capability can run.
+    """Return the newest architecture that NVRTC supports and a GPU of this compute capability can run.
 
-    A GPU runs machine code of its own major capability, and of its own or a lower minor one.
+    A GPU can run machine code for the same major capability and the same or a lower minor capability.
     """
     error, count = nvrtc.nvrtcGetNumSupportedArchs()
     known = [] if int(error) else list(nvrtc.nvrtcGetSupportedArchs()[1])[:count]
@@ -120,7 +121,7 @@ def architecture_for(major: int, minor: int) -> str:
 
 
 def build_ahead(architectures: Iterable[str] = ARCHITECTURES) -> int:
-    """Compile all kernels into the build cache; return the number of cubins for these architectures."""
+    """Compile all kernels for these architectures into the build cache. Return the number of cubins."""
     return sum(len(all_cubins(architecture)) for architecture in architectures)
 
 
@@ -131,6 +132,6 @@ def _sources() -> str:
 
 @functools.cache
 def nvrtc_version() -> str:
-    """Return the version of the NVRTC library in use, as ``"13.0"``."""
+    """Return the version of the loaded NVRTC library, such as ``"13.0"``."""
     _, major, minor = nvrtc.nvrtcVersion()
     return f"{major}.{minor}"

@@ -1,7 +1,7 @@
-"""Decides, at the first CUDA tensor, whether a device uses the CUDA kernels or plain torch.
+"""Decides at the first CUDA tensor whether a device uses amp_plugin's CUDA kernels or plain torch.
 
-The C++ kernels on the CUDA key (csrc/cuda_ops.cpp) ask once per device. Importing this module starts neither
-CUDA nor NVRTC.
+The C++ kernels for the CUDA dispatch key (csrc/cuda_ops.cpp) call this module once per device. An import of
+this module initializes neither CUDA nor NVRTC.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ _cores: dict[int, CudaCore] = {}  # by device index
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaCore:
-    """Whether a device uses the CUDA kernels; if not, why."""
+    """Whether a device uses amp_plugin's CUDA kernels, and the reason if it does not."""
 
     loaded: bool
-    reason: str = ""  # why the kernels are not used, and what to do, in one sentence
-    architecture: str = ""  # the architecture that they are compiled for, such as "sm_90"
-    identity: int = 0  # compile.identity_of; ranks compare it, since their results must agree to the last bit
+    reason: str = ""  # why the kernels are not used, and how to change that
+    architecture: str = ""  # the architecture of the kernels, such as "sm_90"
+    # The result of compile.identity_of. Ranks compare it, because their results must agree to the last bit.
+    identity: int = 0
 
 
 def cuda_core(device: int | None = None) -> CudaCore:
-    """Return whether a device can use the CUDA kernels. The first call compiles and loads them.
+    """Return whether a device can use the CUDA kernels. The first call compiles and loads the kernels.
 
-    If something is missing it does not raise. Instead it warns once that the device uses plain torch. The
-    call starts CUDA if there is any. The result stays the same for the whole process.
+    If something is missing, no error is raised. Instead one warning says that the device uses plain torch.
+    The call initializes CUDA if it is available. The result does not change during the process.
     """
     if reason := _no_cuda():
         return CudaCore(loaded=False, reason=reason)
@@ -61,7 +62,7 @@ def _no_cuda() -> str:
 
 
 def _open(index: int) -> CudaCore:
-    """Load the kernels on a device, or warn that it uses plain torch."""
+    """Load the CUDA kernels on a device, or warn that the device uses plain torch."""
     if os.environ.get("AMP_PLUGIN_NATIVE") == "0":
         return CudaCore(loaded=False, reason="AMP_PLUGIN_NATIVE=0 turns native code off; unset it")
     try:
@@ -77,12 +78,12 @@ def _open(index: int) -> CudaCore:
 
 
 def _load_all(index: int) -> CudaCore:
-    """Compile and load all kernels now, so that no later step can fail because one is missing."""
+    """Compile and load all CUDA kernels now, so that no later step can fail for lack of a kernel."""
     core = native_core()
     if not core.loaded:
         msg = f"the native core, which launches them, is not loaded: {core.reason}"
         raise RuntimeError(msg)
-    # The import stands here because cuda-core may be missing, and importing amp_plugin must stay cheap.
+    # Imported here, because cuda-core may be missing and the import of amp_plugin must stay fast.
     import amp_plugin.kernels.cuda.compile as nvrtc  # noqa: PLC0415
 
     properties = torch.cuda.get_device_properties(index)
@@ -110,6 +111,6 @@ def _prepare(index: int) -> bool:
 
 
 def register(library: Library) -> None:
-    """Define the op through which C++ asks Python. This imports and starts nothing."""
+    """Define the op by which C++ code calls :func:`cuda_core`. This imports and initializes nothing."""
     library.define("_cuda_prepare(int device) -> bool")  # type: ignore[no-untyped-call]
     library.impl("_cuda_prepare", _prepare, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
