@@ -1,1 +1,1 @@
-"""Finds mistakes with mixed precision in Python source, without running it."""
+"""Finds mistakes with mixed precision in Python source code, without running the code."""

@@ -1,4 +1,4 @@
-"""Checks files: runs each rule on each module, then drops what comments, settings or a baseline silence."""
+"""Runs each rule on each file, and drops mistakes that comments, settings or a baseline silence."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class Found:
     Attributes:
         path: the path of the file.
         code: the code of the rule, such as "AMP001".
-        line, column, end_line, end_column: the place, counted from 1. In a notebook it is counted from the
-            beginning of the cell.
-        cell: the number of the notebook's code cell, counted from 1; 0 if the file is not a notebook.
-        detail: text that replaces the rule's own; empty if the rule's own text fits. One with
-            a semicolon also says what to do.
-        source_line: the text of the first line, stripped.
-        edits: the edits that mend the mistake.
+        line, column, end_line, end_column: the place in the file, counted from 1. In a notebook, lines are
+            counted from the beginning of the cell.
+        cell: the number of the notebook's code cell, counted from 1. It is 0 for a Python file.
+        detail: a text that replaces the rule's description, or "". A text with a semicolon also replaces the
+            rule's advice.
+        source_line: the stripped text of the first line of the mistake.
+        edits: the edits that fix the mistake.
     """
 
     path: Path
@@ -88,29 +88,29 @@ class Found:
 
     @property
     def text(self) -> str:
-        """What is wrong, and what to do."""
-        if ";" in self.detail:  # The detail says what to do, too.
+        """A text that says what is wrong, and what to do."""
+        if ";" in self.detail:  # the detail includes the advice
             return self.detail
         return f"{self.detail or self.mistake.what}; {self.mistake.instead}"
 
     @property
     def known_by(self) -> tuple[str, str, str]:
-        """What a baseline knows a mistake by: path, rule and text of the line, and not the line number."""
+        """The path, rule and line text by which a baseline identifies a mistake without its line number."""
         return self.path.as_posix(), self.code, self.source_line
 
 
 @dataclass(eq=False)
 class Report:
-    """What a check found.
+    """The results of a check.
 
     Attributes:
-        found: the mistakes, by path and line.
-        faults: maps each file that cannot be parsed to the reason.
+        found: the mistakes, sorted by path and line.
+        faults: maps each file that could not be checked to the reason.
         files: the number of files checked.
-        fixed: the number of mistakes mended.
-        diffs: unified diffs of the changes that a fix would make.
-        written: the number of mistakes that were written to a baseline instead.
-        baseline: the baseline that they were written to; None if they were not.
+        fixed: the number of mistakes that were fixed.
+        diffs: unified diffs of the edits that fix mistakes.
+        written: the number of mistakes that were written to a baseline file.
+        baseline: the baseline file to which mistakes were written, or None.
     """
 
     found: list[Found] = field(default_factory=list)
@@ -123,18 +123,18 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """2 if a file could not be parsed, 1 if something was found, else 0."""
+        """2 if a file could not be checked, 1 if a mistake was found, else 0."""
         return 2 if self.faults else 1 if self.found else 0
 
 
 def check(paths: Sequence[Path], settings: Settings, *, fix: bool = False, diff: bool = False) -> Report:
-    """Check files, and the Python files and notebooks in folders.
+    """Check Python files and notebooks, including all those in folders.
 
     Args:
         paths: files and folders.
         settings: the rules to check, and the paths to leave out.
-        fix: True writes the edits that mend mistakes into the files.
-        diff: True collects these edits as diffs and writes nothing.
+        fix: True applies the edits that fix mistakes to the files.
+        diff: True collects the edits that fix mistakes as diffs, and does not change files.
     """
     report = Report()
     file = settings.baseline
@@ -159,7 +159,7 @@ def check(paths: Sequence[Path], settings: Settings, *, fix: bool = False, diff:
 
 
 def check_source(source: Source, settings: Settings) -> list[Found]:
-    """Return the mistakes in one source, by line."""
+    """Return the mistakes in one source, sorted by line."""
     module = Module.read(source.text) if any(word in source.text for word in _WORDS) else None
     if module is None:
         compile(source.text, str(source.path), "exec", flags=ast.PyCF_ONLY_AST, dont_inherit=True)
@@ -199,7 +199,7 @@ def _found(source: Source, hit: Hit) -> Found:
 
 
 def _files(paths: Sequence[Path], settings: Settings) -> Iterator[Path]:
-    """Yield each file once; hidden folders and folders of installed packages are left out."""
+    """Yield each file once. Hidden folders and folders of installed packages are left out."""
     seen: dict[str, Path] = {}
     for path in paths:
         inside = (file for pattern in ("*.py", "*.ipynb") for file in path.rglob(pattern))
@@ -214,10 +214,10 @@ def _files(paths: Sequence[Path], settings: Settings) -> Iterator[Path]:
 
 
 def _relative(path: Path, folder: Path) -> str:
-    """Return a path as it is seen from a folder."""
+    """Return a path relative to a folder."""
     try:
         return Path(os.path.relpath(path, folder)).as_posix()
-    except ValueError:  # It is on another drive of Windows.
+    except ValueError:  # another drive on Windows
         return path.as_posix()
 
 
@@ -228,7 +228,7 @@ def _is_skipped(path: Path) -> bool:
 def _without_known(
     found: Iterable[Found], baseline: Counter[tuple[str, str, str]], folder: Path
 ) -> list[Found]:
-    """Drop the mistakes that a baseline holds. Each entry of it drops one mistake."""
+    """Drop the mistakes that are listed in a baseline. Each of its entries drops one mistake."""
     new = []
     for one in found:
         entry = _entry(one, folder)
@@ -240,12 +240,12 @@ def _without_known(
 
 
 def _entry(one: Found, folder: Path) -> tuple[str, str, str]:
-    """Return what the baseline in a folder knows a mistake by."""
+    """Return the entry of a mistake for a baseline file in ``folder``."""
     return _relative(one.path, folder), *one.known_by[1:]
 
 
 def read_baseline(file: Path) -> list[tuple[str, str, str]]:
-    """Return the entries of a baseline file: path, code and text of the line.
+    """Return the entries of a baseline file. Each entry has a path, a rule code and the text of a line.
 
     Raises:
         OSError: the file cannot be read.
@@ -260,7 +260,7 @@ def read_baseline(file: Path) -> list[tuple[str, str, str]]:
 
 
 def write_baseline(file: Path, report: Report) -> None:
-    """Move the mistakes of a report to a baseline file, so that later checks report new ones only."""
+    """Move the mistakes of a report to a baseline file, so that later checks report only new mistakes."""
     rows = [
         dict(zip(("path", "code", "line"), _entry(one, file.parent), strict=True)) for one in report.found
     ]

@@ -1,4 +1,4 @@
-"""The rule about checkpoints."""
+"""The rule of ``amp-plugin check`` about checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GIVES_STATES: Final = re.compile(r"state|checkpoint|ckpt|snapshot", re.IGNORECA
 
 
 def scaler_not_saved(module: Module) -> Iterator[Hit]:
-    """AMP015: a checkpoint with the optimizer and without the scaler, in a module that uses a scaler."""
+    """AMP015: Find checkpoints with the optimizer but without the scaler, in modules that use a scaler."""
     events = list(module.events())
     uses = any(e.kind == "scaler step" or "scaler" in module.names.made_by(e.call) for e in events)
     if not uses or re.search(r"scaler\w*(\[[^]]*\])?\.state_dict|amp\.state_dict", module.text):
@@ -45,7 +45,7 @@ def _is_optimizer(module: Module, node: ast.AST, scope: Scope) -> bool:
 
 
 def _has_a_new_scaler(module: Module, event: Event) -> bool:
-    """Return True if a function that runs once in each iteration of the saving loop makes each scaler."""
+    """Return True if each iteration of the loop around a save makes its own scaler."""
     makers = _makers(module)
     beside = (e for flow in module.flows if flow.scope is event.scope for e in flow.events)
     ran = {called(module.names, e.call, e.scope) for e in beside if e.context.loops}
@@ -53,7 +53,7 @@ def _has_a_new_scaler(module: Module, event: Event) -> bool:
 
 
 def _makers(module: Module) -> set[FunctionNode]:
-    """Return the functions that keep a scaler in a local variable; empty if another place makes one too."""
+    """Return the functions that assign a scaler to a local variable, or nothing if other code makes one."""
     makers: set[FunctionNode] = set()
     for event in module.events():
         if "scaler" not in module.names.made_by(event.call):
@@ -71,7 +71,7 @@ def _makers(module: Module) -> set[FunctionNode]:
 
 
 def _returned_states(module: Module, reported: set[ast.AST]) -> Iterator[Hit]:
-    """Find functions that return a checkpoint: the states of an optimizer and of what it trains."""
+    """Find functions that return a checkpoint with the state of an optimizer and other states."""
     for name, function in module.names.functions.items():
         if not _GIVES_STATES.search(name.rpartition(".")[2]):
             continue
@@ -86,7 +86,7 @@ def _returned_states(module: Module, reported: set[ast.AST]) -> Iterator[Hit]:
 
 
 def _saves(module: Module, call: ast.Call) -> bool:
-    """Return whether a call is ``torch.save``, or an imported function that saves without a scaler."""
+    """Return whether a call saves something without a scaler, by ``torch.save`` or an imported function."""
     function = call.func
     name = module.names.dotted(function).rpartition(".")[2]
     if not name and isinstance(function, ast.Name) and function.id not in module.names.functions:
@@ -99,9 +99,9 @@ def _saves(module: Module, call: ast.Call) -> bool:
 
 
 def _saved(module: Module, event: Event) -> Iterator[tuple[ast.AST, ast.AST, Scope]]:
-    """Yield the owner of each state that a call saves, with the expression and scope it was found in.
+    """Yield the owner of each state that a call saves, and the expression and scope where it was found.
 
-    A function other than ``torch.save`` may also be given the object itself.
+    Functions other than ``torch.save`` may also get the object itself instead of its state.
     """
     is_torchs = module.names.dotted(event.call.func) == "torch.save"
     passed = [*event.call.args, *(word.value for word in event.call.keywords)]
@@ -112,7 +112,7 @@ def _saved(module: Module, event: Event) -> Iterator[tuple[ast.AST, ast.AST, Sco
 
 
 def _states(module: Module, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, ast.AST, Scope]]:
-    """Yield the owner of each state in an expression, or in an item that is assigned to its variable."""
+    """Yield the owner of each state in an expression, or in items that are assigned to its variable."""
     bound = module.names.bound
     for value, where in module.names.values(node, scope):
         for owner in _owners(value):
@@ -129,7 +129,7 @@ def _states(module: Module, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.A
 
 
 def _owners(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield each object whose ``state_dict`` is called in an expression."""
+    """Yield each object on which an expression calls ``state_dict()``."""
     for part in ast.walk(node):
         function = part.func if isinstance(part, ast.Call) else None
         if isinstance(function, ast.Attribute) and function.attr == "state_dict":

@@ -1,8 +1,8 @@
-"""Lists what each function does with losses, gradients and scalers, in the order of the source.
+"""Lists the calls of each function that concern losses, gradients and scalers, in source order.
 
-A function becomes a list of events. An event is a call that matters, such as ``scaler.step(optimizer)``.
-Each event knows the conditions, loops and autocast regions around it. Two events can run in the same
-iteration if the conditions of one are among the conditions of the other.
+These calls are the events of the function, such as ``scaler.step(optimizer)``. Each event has the conditions,
+loops and autocast regions around the call. Two events can run in the same iteration if the conditions of one
+event include the conditions of the other.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _INHERITED: Final = re.compile(r"scal|grad|amp|optim|step|backward|update|prepar
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """An autocast region, with what the source says about it.
+    """An autocast region in the source code that is checked.
 
     Attributes:
-        device: the device type, such as "cuda"; empty if the source does not say.
-        dtype: "float16" or "bfloat16"; empty if the source does not say.
-        is_on: False if the source says ``enabled=False``.
-        is_sure: True if the region is opened whichever branch the program takes.
-        when: what holds if the region is on, from ``enabled=...``; each condition with its value.
+        device: the device type, such as "cuda", or "" if the source does not say.
+        dtype: "float16" or "bfloat16", or "" if the source does not say.
+        is_on: False if the region is created with ``enabled=False``.
+        is_sure: True if the program opens this region in every branch.
+        when: the conditions from ``enabled=...`` under which the region is on, each with its value.
     """
 
     device: str = ""
@@ -62,7 +62,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Context:
-    """The conditions, loops and autocast regions around a statement."""
+    """The conditions, loops and autocast regions that surround a statement."""
 
     conditions: tuple[tuple[str, bool], ...] = ()
     loops: tuple[ast.AST, ...] = ()
@@ -70,21 +70,21 @@ class Context:
 
     @property
     def region(self) -> Region | None:
-        """The innermost region, or None if there is none or if it is off here."""
+        """The innermost autocast region, or None if there is none or if it is off at this place."""
         inner = self.regions[-1] if self.regions else None
         if inner is None or not inner.is_on:
             return None
         return None if any((text, not holds) in self.conditions for text, holds in inner.when) else inner
 
     def within(self, test: ast.expr, *, holds: bool) -> Context:
-        """Return the context inside a branch of ``if test``: its body if ``holds``, else its ``else``."""
+        """Return the context inside a branch of ``if test``. ``holds`` is False for the ``else`` branch."""
         return replace(self, conditions=(*self.conditions, *facts(test, holds=holds)))
 
     def around(self, inner: Context) -> Context:
-        """Return the context of a place in a function that is called from here.
+        """Return the context of a place in a function, for a call of that function in this context.
 
         Args:
-            inner: The context of the place within that function.
+            inner: The context of the place within the called function.
         """
         return Context(
             (*self.conditions, *inner.conditions),
@@ -93,29 +93,29 @@ class Context:
         )
 
     def excludes(self, other: Context) -> bool:
-        """Return True if the two places stand in opposite branches, so that only one of them can run."""
+        """Return True if two places are in opposite branches, so that only one of them can run."""
         return any((text, not holds) in other.conditions for text, holds in self.conditions)
 
     def goes_with(self, other: Context) -> bool:
-        """Return True if one of the two places runs each time the other one runs."""
+        """Return True if one of two places runs whenever the other one runs."""
         mine, its = {*self.conditions}, {*other.conditions}
         return not self.excludes(other) and (mine <= its or its <= mine)
 
 
 @dataclass(frozen=True, eq=False)
 class Event:
-    """A call that does something with a loss, a gradient or a scaler.
+    """A call that may concern a loss, a gradient or a scaler.
 
     Attributes:
         kind: what the call does.
         call: the syntax node of the call.
-        context: the conditions, loops and regions around the call.
-        scope: the scope of the function that contains the call.
-        who: the scaler, accelerator or scheduler whose method is called. If an optimizer steps
-            without a scaler, this is the optimizer itself.
-        optimizer: the optimizer that is passed to the scaler.
-        touches: the variables that are passed to a call of an unknown function. For a method of the same
-            object that may do something with a scaler, the object is among them.
+        context: the conditions, loops and autocast regions around the call.
+        scope: the scope of the function in which the call is.
+        who: the scaler, accelerator or scheduler whose method is called. If an optimizer steps without a
+            scaler, it is the optimizer.
+        optimizer: the optimizer that is passed to the scaler's method.
+        touches: the variables that are passed to an unknown function. If a method calls another method of its
+            object that may use a scaler, they include the object.
         position: the index of the event in its function.
     """
 
@@ -129,19 +129,19 @@ class Event:
     position: int = 0
 
     def may_change(self, key: Key | None) -> bool:
-        """Return whether the call gets a variable, or the object whose attribute the variable is."""
+        """Return whether a variable, or the object that has it as an attribute, is passed to the call."""
         owner = Key(key.scope, re.split(r"[.\[]", key.text)[0]) if key else None
         return key in self.touches or owner in self.touches
 
 
 @dataclass(eq=False)
 class Flow:
-    """The events of one function, or of a module's statements outside its functions.
+    """The events of one function, or of the statements outside of all functions of a module.
 
     Attributes:
         scope: the scope of the function.
-        events: the events, in the order of the source.
-        divisions: each division, with the conditions and loops around it.
+        events: the events, in source order.
+        divisions: each division, with the context around it.
     """
 
     scope: Scope
@@ -153,12 +153,12 @@ class Flow:
         return [event for event in self.events if event.kind in kinds]
 
     def between(self, first: Event, last: Event) -> list[Event]:
-        """Return the events between two events, without these two."""
+        """Return the events between two events, excluding both."""
         return self.events[first.position + 1 : last.position]
 
 
 def facts(test: ast.expr, *, holds: bool) -> Iterator[tuple[str, bool]]:
-    """Yield what is known inside a branch; ``x is not None`` and ``x`` give the same fact."""
+    """Yield the conditions that hold inside a branch. ``x is not None`` gives the same condition as ``x``."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from facts(test.operand, holds=not holds)
     elif isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) is holds:
@@ -186,22 +186,22 @@ def _is_constant(node: ast.expr, *values: object) -> bool:
 
 
 def _ends(body: Sequence[ast.stmt]) -> bool:
-    """Return True if the block always ends in return, raise, continue or break."""
+    """Return True if a block always ends in return, raise, continue or break."""
     return bool(body) and isinstance(body[-1], (ast.Return, ast.Continue, ast.Break, ast.Raise))
 
 
 class _Walker:
-    """Walks through a module and makes a flow for each of its functions."""
+    """Walks through a module's syntax tree and makes a Flow for each function."""
 
     def __init__(self, names: Names) -> None:
         self.names = names
         self.flows: list[Flow] = []
-        self._parts: dict[FunctionNode, tuple[ast.AST, ...]] = {}  # maps a function to all its syntax nodes
-        # Maps a variable that holds a scaled loss to the scaler that scaled the loss.
+        self._parts: dict[FunctionNode, tuple[ast.AST, ...]] = {}  # all syntax nodes of each function
+        # Maps each variable with a scaled loss to the scaler that scaled the loss.
         self._scaled: dict[Key, Key] = {}
 
     def function(self, node: ast.AST, body: Sequence[ast.stmt]) -> None:
-        """Walk through a function and the functions defined inside it."""
+        """Walk through a function and all functions that are defined inside it."""
         outside = getattr(self, "_flow", None)
         scope = self.names.scopes[node]
         self._flow = Flow(scope)
@@ -248,7 +248,7 @@ class _Walker:
                     self.expression(child, context)
 
     def alternatives(self, node: ast.Try | ast.Match, context: Context) -> None:
-        """Walk through the blocks of a ``try`` or ``match``; at most one handler or case of it runs."""
+        """Walk through the blocks of a ``try`` or ``match``, of whose handlers or cases at most one runs."""
         if isinstance(node, ast.Try):
             self.body(node.body, context)
             kind, blocks = "handler", [handler.body for handler in node.handlers]
@@ -267,7 +267,7 @@ class _Walker:
         self.body(after, context)
 
     def remember(self, node: ast.stmt) -> None:
-        """Remember that a variable holds a scaled loss, if the statement assigns one."""
+        """If a statement assigns a scaled loss to a variable, remember the variable."""
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             return
         scope = self._flow.scope
@@ -279,7 +279,7 @@ class _Walker:
             self._scaled[key] = scaler
 
     def scaler_of(self, loss: ast.AST, scope: Scope) -> Key | None:
-        """Return the scaler that a loss was multiplied by."""
+        """Return the scaler that scaled a loss, or None if the loss was not scaled."""
         if isinstance(loss, ast.Call) and isinstance(loss.func, ast.Attribute) and loss.func.attr == "scale":
             if "scaler" in self.names.roles(loss.func.value, scope):
                 return self.names.key(loss.func.value, scope)
@@ -288,7 +288,7 @@ class _Walker:
         return self._scaled.get(key) if key else None
 
     def expression(self, node: ast.AST, context: Context) -> None:
-        """Walk through an expression in the order in which Python computes it."""
+        """Walk through an expression in the order in which Python evaluates it."""
         if isinstance(node, ast.Lambda):
             return
         if isinstance(node, ast.IfExp):
@@ -304,7 +304,7 @@ class _Walker:
             self._flow.divisions.append((node, context))
 
     def region(self, node: ast.AST, scope: Scope) -> Region | None:
-        """Return the region that a context manager or decorator opens, or None if it opens none."""
+        """Return the autocast region that a context manager or decorator opens, or None."""
         values = [
             (value, where) for value, where in self.names.values(node, scope) if isinstance(value, ast.Call)
         ]
@@ -316,7 +316,7 @@ class _Walker:
         return replace(found[0], is_sure=len(values) == 1, when=found[0].when if len(set(found)) == 1 else ())
 
     def region_made(self, value: ast.AST, scope: Scope) -> Region | None:
-        """Return the region that an expression creates, or None. Variables are not followed."""
+        """Return the autocast region that an expression creates, or None. Variables are not looked up."""
         if not isinstance(value, ast.Call):
             return None
         function = value.func
@@ -328,7 +328,7 @@ class _Walker:
         return region_of(self.names, value, scope)
 
     def event(self, call: ast.Call, context: Context) -> Event:
-        """Return the event of a call."""
+        """Return the event for a call."""
         scope, function = self._flow.scope, call.func
         known = Event("call", call, context, scope, position=len(self._flow.events))
         if isinstance(function, ast.Attribute):
@@ -348,10 +348,10 @@ class _Walker:
         return replace(known, kind="unknown" if touches else "call", touches=touches)
 
     def may_use_scaler(self, call: ast.Call, scope: Scope) -> bool:
-        """Return whether a call runs a method of its own object that names a scaler, or may do so.
+        """Return whether a method call on ``self`` may use a scaler.
 
-        Methods of this module are read, with the methods that they call. Of an inherited method only the
-        name is known.
+        Methods that are defined in this module are searched, together with the methods that they call. For
+        inherited methods only the name decides.
         """
         pending, seen = [(call, scope)], set[FunctionNode]()
         while pending:
@@ -372,7 +372,7 @@ class _Walker:
         return False
 
     def own_method(self, call: ast.Call, scope: Scope) -> str:
-        """Return the name of a method that is called on the method's own object; empty for other calls."""
+        """Return the name of a method that is called on ``self``, or "" for other calls."""
         function = call.func
         is_own = (
             isinstance(function, ast.Attribute)
@@ -383,7 +383,7 @@ class _Walker:
         return function.attr if is_own and isinstance(function, ast.Attribute) else ""
 
     def kind(self, method: str, call: ast.Call, receiver: ast.AST, roles: set[str]) -> Kind | None:
-        """Return the kind of a method call, from the method's name and the role of its object."""
+        """Return the kind of a method call, given the method's name and the roles of its object."""
         if method in {"backward", "manual_backward"}:
             if self.scaler_of(receiver, self._flow.scope):
                 return "scaled backward"
@@ -399,13 +399,13 @@ class _Walker:
 
 
 def is_named(node: ast.AST, beginning: str) -> bool:
-    """Return whether the last part of a name begins with a text: ``self.optimizer`` begins with "opt"."""
+    """Return whether the last part of a name begins with a text, as in ``self.optimizer`` and "opt"."""
     name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
     return name.lower().lstrip("_").startswith(beginning) or f"_{beginning}" in name.lower()
 
 
 def region_of(names: Names, call: ast.Call, scope: Scope) -> Region | None:
-    """Return the region that a call creates, or None if it creates none."""
+    """Return the autocast region that a call creates, or None."""
     dotted = names.dotted(call.func)
     if ROLES.get(dotted) != "autocast":
         return None
@@ -425,7 +425,7 @@ def region_of(names: Names, call: ast.Call, scope: Scope) -> Region | None:
 
 
 def _when(call: ast.Call, dotted: str) -> tuple[tuple[str, bool], ...]:
-    """Return what holds if a region is on: the conditions in ``enabled=...``."""
+    """Return the conditions in ``enabled=...`` that hold if a region is on."""
     given = [word.value for word in call.keywords if word.arg == "enabled"]
     if dotted.startswith(("torch.cuda.", "torch.cpu.")):
         given += call.args[:1]
@@ -433,7 +433,7 @@ def _when(call: ast.Call, dotted: str) -> tuple[tuple[str, bool], ...]:
 
 
 def flows_of(tree: ast.Module, names: Names) -> list[Flow]:
-    """Return the flows of a module. The first one holds the statements outside its functions."""
+    """Return the flows of a module. The first flow has the statements outside of all functions."""
     walker = _Walker(names)
     walker.function(tree, tree.body)
     return walker.flows

@@ -1,4 +1,4 @@
-"""A report as text, as GitHub's workflow commands, and as SARIF 2.1.0."""
+"""Formats a report of mistakes as text, as GitHub's workflow commands, or as SARIF 2.1.0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def as_text(report: Report) -> str:
-    """Return one line for each mistake, and a last line that counts."""
+    """Return a text with a line for each mistake, and a last line with the counts."""
     lines = [f"{_place(one)}: {one.code} {one.text}" for one in report.found]
     lines += [f"{path}: cannot be checked: {reason}" for path, reason in report.faults.items()]
     number = report.files - len(report.faults)
@@ -34,7 +34,7 @@ def _place(one: Found) -> str:
 
 
 def as_github(report: Report) -> str:
-    """Return workflow commands, which GitHub shows at the lines of a pull request."""
+    """Return GitHub's workflow commands, which annotate the lines of a pull request."""
     lines = []
     for one in report.found:
         level = "warning" if one.mistake.is_harmless else "error"
@@ -60,7 +60,7 @@ def as_sarif(report: Report, version: str) -> str:
     """Return a SARIF log with one run.
 
     Args:
-        report: what was found.
+        report: the report to format.
         version: the version of this package.
     """
     rules = [
@@ -88,7 +88,7 @@ def as_sarif(report: Report, version: str) -> str:
 
 def _result(one: Found) -> dict[str, Any]:
     region = None
-    if not one.cell:  # a notebook's lines are not those of its file
+    if not one.cell:  # line numbers in cells are not those of the file
         region = {
             "startLine": one.line,
             "startColumn": one.column,

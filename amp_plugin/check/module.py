@@ -1,4 +1,4 @@
-"""A parsed module: its syntax tree, its names, and what its functions do."""
+"""A parsed Python module with its syntax tree, its names, and the events of its functions."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from amp_plugin.check.names import FunctionNode, Names, Scope, called, names_of
 
 
 class Edit(NamedTuple):
-    """Text that replaces a part of one line; an empty part inserts the text."""
+    """An edit that replaces a part of a line by a text. An empty part inserts the text."""
 
     line: int  # from 1
-    start: int  # in bytes of UTF-8, as in the columns of ``ast``
+    start: int  # in bytes of UTF-8, like the columns of ``ast``
     end: int
     text: str
 
 
 class Hit(NamedTuple):
-    """A mistake and its place in the syntax tree."""
+    """A mistake that a rule has found, with its place in the syntax tree."""
 
     code: str
     node: ast.AST
-    detail: str = ""  # replaces the rule's own text if it is not empty
-    edits: tuple[Edit, ...] = ()  # the edits that mend it
+    detail: str = ""  # if not empty, it replaces the rule's text
+    edits: tuple[Edit, ...] = ()  # edits that fix the mistake
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,25 +41,25 @@ class Module:
 
     @classmethod
     def read(cls, text: str) -> Module:
-        """Parse a module; raise SyntaxError if it cannot be parsed."""
+        """Parse the source of a module. Raise SyntaxError if it cannot be parsed."""
         tree = ast.parse(text)
         names = names_of(tree)
         return cls(tree, text, names, flows_of(tree, names))
 
     def events(self) -> Iterator[Event]:
-        """Yield the events of all functions."""
+        """Yield the events of all functions of the module."""
         for flow in self.flows:
             yield from flow.events
 
     @cached_property
     def regions(self) -> list[Region]:
-        """All regions that are opened, without those that are off."""
+        """All autocast regions that the module opens, except disabled ones."""
         found = {region: None for event in self.events() for region in event.context.regions if region.is_on}
         return list(found)
 
     @cached_property
     def covered(self) -> dict[FunctionNode, Region]:
-        """The functions of this module that are called inside a region, each with that region."""
+        """Maps functions of this module that are called inside an autocast region to that region."""
         found: dict[FunctionNode, Region] = {}
         pending = [(event.call, event.scope, event.context.region) for event in self.events()]
         calls: dict[FunctionNode, list[Event]] = {}
@@ -77,10 +77,10 @@ class Module:
         return found
 
     def steps(self, flow: Flow, depth: int = 3) -> list[Event]:
-        """Return the steps of scalers and schedulers in a function and in those that it calls.
+        """Return the steps of scalers and schedulers in a function and in the functions that it calls.
 
-        Functions of this module are followed to ``depth`` calls. The conditions and loops around a call are
-        also the mistakes of the steps that it leads to.
+        Calls of functions in this module are followed to this ``depth``. The conditions and loops around a
+        call also apply to the steps inside the called function.
         """
         steps = flow.of("scaler step", "scheduler step")
         if not depth or not self._has_both_steps:
@@ -111,7 +111,7 @@ class Module:
         return {flow.scope.node: flow for flow in self.flows}
 
     def region_around(self, context: Context, scope: Scope) -> Region | None:
-        """Return the region around a place, or else the region around the call of its function."""
+        """Return the autocast region around a place, or else the region around a call of its function."""
         node = scope.node
         if context.regions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return context.region
@@ -119,17 +119,17 @@ class Module:
 
     @cached_property
     def nodes(self) -> tuple[ast.AST, ...]:
-        """All syntax nodes."""
+        """All nodes of the syntax tree."""
         return tuple(ast.walk(self.tree))
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        """Maps each syntax node to the node around it."""
+        """Maps each syntax node to its parent node."""
         return {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
 
     @cached_property
     def identifiers(self) -> str:
-        """All names that the module uses, separated by spaces; comments and strings are left out."""
+        """All names that the module uses, separated by spaces. Names in comments and strings are left out."""
         found: set[str] = set()
         for node in self.nodes:
             for name in ("id", "attr", "arg", "name", "module"):
@@ -138,5 +138,5 @@ class Module:
         return " ".join(sorted(found))
 
     def roles(self, node: ast.AST, scope: Scope) -> set[str]:
-        """Return the roles that an expression may have."""
+        """Return the roles that an expression may have, such as "scaler" or "optimizer"."""
         return self.names.roles(node, scope)

@@ -1,4 +1,4 @@
-"""The rule about deprecated names."""
+"""The rule of ``amp-plugin check`` about deprecated names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALTERNATIVES: Final = re.compile(r"version|hasattr|torch_|available", re.IGNORE
 
 
 def deprecated_names(module: Module) -> Iterator[Hit]:
-    """AMP013: names of torch.cuda.amp and torch.cpu.amp, with the edits that move them to torch.amp."""
+    """AMP013: Find names of torch.cuda.amp and torch.cpu.amp, with edits that move them to torch.amp."""
     parents = module.parents
     lines = module.text.split("\n")
     imported: set[str] = set()
@@ -42,7 +42,7 @@ def deprecated_names(module: Module) -> Iterator[Hit]:
 def _attribute(
     module: Module, node: ast.Attribute, imported: set[str], parents: dict[ast.AST, ast.AST], lines: list[str]
 ) -> Iterator[Hit]:
-    """Find a use by the full name, such as ``torch.cuda.amp.autocast()``."""
+    """Find uses of a deprecated name by its full name, such as ``torch.cuda.amp.autocast()``."""
     inner = node.value
     root: ast.AST = node
     while isinstance(root, ast.Attribute):
@@ -60,7 +60,7 @@ def _attribute(
 
 
 def _is_alternative(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Return whether the program uses the name only for releases of torch that lack the new one."""
+    """Return whether a name is used only for torch releases that lack the new name."""
     while node in parents:
         node = parents[node]
         if isinstance(node, ast.Try) and any(_names_torch_amp(part) for part in ast.walk(node)):
@@ -71,7 +71,7 @@ def _is_alternative(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
 
 
 def _names_torch_amp(node: ast.AST) -> bool:
-    """Return whether a syntax node imports or uses a new name."""
+    """Return whether a syntax node imports or uses a name of torch.amp."""
     if isinstance(node, ast.ImportFrom):
         names = {alias.name for alias in node.names}
         return node.module == "torch.amp" or (
@@ -126,7 +126,7 @@ def _moved(
 def _edits_of_use(
     node: ast.AST, name: str, device: str, parents: dict[ast.AST, ast.AST], lines: list[str]
 ) -> list[Edit] | None:
-    """Return the edits that add the device to a use; None if it cannot be edited."""
+    """Return the edits that add the device to a use of a name, or None if it cannot be edited."""
     parent = parents.get(node)
     end_line, end = getattr(node, "end_lineno", 0), getattr(node, "end_col_offset", 0)
     word = f'device_type="{device}"' if name.startswith("custom_") else f'"{device}"'

@@ -1,4 +1,4 @@
-"""Resolves the names of a module: what was imported, and what was assigned to a variable."""
+"""Resolves the imported names and the variables of a module."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ROLES: Final = {
         "clip",
     ),
 }
-"""The roles of names of torch and of the frameworks."""
+"""Maps full names of torch and of frameworks to their roles."""
 
 _PASSED_THROUGH: Final = {
     "to",
@@ -58,11 +58,11 @@ _PASSED_THROUGH: Final = {
     "bfloat16",
 }
 
-_DEPTH, _MOST = 4, 200  # how long a chain of variables is followed, and how many values in all
+_DEPTH, _MOST = 4, 200  # the limits of variable lookups: depth and number
 
 
 class Key(NamedTuple):
-    """A variable: the name of the scope that owns it, and its text, such as ``self.scaler``."""
+    """A variable, with the name of the scope that owns it, and its text such as ``self.scaler``."""
 
     scope: str
     text: str
@@ -70,16 +70,16 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """A module, class or function, with the scope around it."""
+    """The scope of a module, class or function, with the scope around it."""
 
     name: str
     node: ast.AST
     parent: Scope | None
     locals: frozenset[str] = frozenset()
-    first_argument: str = ""  # the first argument of a method: self
+    first_argument: str = ""  # the name of a method's first argument, such as self
 
     def of(self, root: str) -> str:
-        """Return the name of the scope that owns a variable."""
+        """Return the name of the scope in which a variable is defined."""
         scope: Scope | None = self
         while scope is not None and scope.parent is not None:
             if root == scope.first_argument:
@@ -90,7 +90,7 @@ class Scope:
         return ""
 
     def owner(self) -> Scope | None:
-        """Return the innermost class around this scope; None if there is none."""
+        """Return the scope of the innermost class around this scope, or None."""
         scope: Scope | None = self
         while scope is not None and not isinstance(scope.node, ast.ClassDef):
             scope = scope.parent
@@ -99,17 +99,17 @@ class Scope:
 
 @dataclass(eq=False)
 class Names:
-    """Imports, variables, functions and classes of one module."""
+    """The imports, variables, functions and classes of one module."""
 
     imports: dict[str, str] = field(default_factory=dict)
     bound: dict[Key, list[tuple[ast.expr, Scope]]] = field(default_factory=lambda: defaultdict(list))
     inferred: dict[Key, set[str]] = field(default_factory=lambda: defaultdict(set))
     functions: dict[str, FunctionNode] = field(default_factory=dict)  # "train", "Trainer.step"
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
-    scopes: dict[ast.AST, Scope] = field(default_factory=dict)  # scopes of modules, classes and functions
+    scopes: dict[ast.AST, Scope] = field(default_factory=dict)  # of modules, classes and functions
 
     def dotted(self, node: ast.AST) -> str:
-        """Return the full name that an expression imports, ``torch.amp.GradScaler``; else an empty text."""
+        """Return the full name of an imported object, such as ``torch.amp.GradScaler``, or ""."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -119,7 +119,7 @@ class Names:
         return ".".join([self.imports[node.id], *reversed(parts)])
 
     def key(self, node: ast.AST, scope: Scope) -> Key | None:
-        """Return the variable that an expression names, or None if it names none."""
+        """Return the variable that an expression refers to, or None."""
         root = node
         while isinstance(root, (ast.Attribute, ast.Subscript)):
             root = root.value
@@ -128,10 +128,10 @@ class Names:
         return Key(scope.of(root.id), ast.unparse(node))
 
     def values(self, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, Scope]]:
-        """Yield all expressions that may give an expression its value.
+        """Yield all expressions from which an expression may get its value.
 
-        Variables, both sides of ``a if b else c`` and of ``a or b``, and methods that return their object,
-        such as ``model.to(device)``, are followed.
+        The search follows variables, both sides of ``a if b else c`` and ``a or b``, and methods that return
+        their own object, such as ``model.to(device)``.
         """
         pending, seen = [(node, scope, 0)], {node}
         while pending:
@@ -152,7 +152,7 @@ class Names:
                     pending.append((value, where, depth + (not branches)))
 
     def _sources(self, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, Scope]]:
-        """Yield the expressions that this one may take its value from, one step back."""
+        """Yield the expressions from which ``node`` may get its value directly."""
         function = node.func if isinstance(node, ast.Call) else None
         if (
             isinstance(node, ast.Call)
@@ -169,13 +169,13 @@ class Names:
         yield from self.bound.get(key, ()) if key else ()
 
     def _returned(self, function: FunctionNode) -> Iterator[tuple[ast.AST, Scope]]:
-        """Yield the expressions that a function of this module returns."""
+        """Yield the expressions that a function in this module returns."""
         for part in ast.walk(function):
             if isinstance(part, ast.Return) and part.value is not None:
                 yield part.value, self.scopes[function]
 
     def roles(self, node: ast.AST, scope: Scope) -> set[str]:
-        """Return the roles that an expression may have: scaler, optimizer, accelerator and so on."""
+        """Return the roles that an expression may have, such as "scaler", "optimizer" or "accelerator"."""
         found: set[str] = set()
         for value, where in self.values(node, scope):
             key = self.key(value, where)
@@ -190,7 +190,7 @@ class Names:
         )
 
     def made_by(self, call: ast.Call) -> set[str]:
-        """Return the roles of the object that a call returns."""
+        """Return the roles of the object that a call creates."""
         dotted = self.dotted(call.func)
         if role := ROLES.get(dotted):
             return (
@@ -206,7 +206,7 @@ class Names:
         return set()
 
     def constant(self, node: ast.AST | None, scope: Scope) -> object:
-        """Return the constant or dotted name that an expression always has; None if it may have others."""
+        """Return the constant or dotted name that an expression always has, or None if there are several."""
         if node is None:
             return None
         found: set[object] = set()
@@ -221,7 +221,7 @@ class Names:
 
 
 def is_off(call: ast.Call) -> bool:
-    """Return whether a call says ``enabled=False``."""
+    """Return whether a call passes ``enabled=False``."""
     return any(
         word.arg == "enabled" and isinstance(word.value, ast.Constant) and word.value.value is False
         for word in call.keywords
@@ -229,7 +229,7 @@ def is_off(call: ast.Call) -> bool:
 
 
 def _targets(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a function assigns to, which makes them its local variables."""
+    """Yield the names of a function's local variables, to which the function assigns values."""
     declared = {
         name for part in ast.walk(node) if isinstance(part, (ast.Global, ast.Nonlocal)) for name in part.names
     }
@@ -258,19 +258,19 @@ class _Collector(ast.NodeVisitor):
         self.visit(tree)
 
     def _import(self, node: ast.Import | ast.ImportFrom, local: str, name: str) -> None:
-        """Note an import. The first of one name counts, as in ``try``. An unconditional one replaces it."""
+        """Record an import. The first import of a name wins, unless a later import is unconditional."""
         if node in self._unconditional:
             self.names.imports[local] = name
         self.names.imports.setdefault(local, name)
 
     def visit_Import(self, node: ast.Import) -> None:
-        """Note the name that this module gives to an imported module."""
+        """Record the local names of imported modules."""
         for alias in node.names:
             local = alias.asname or alias.name.partition(".")[0]
             self._import(node, local, alias.name if alias.asname else local)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """Note the names that this module gives to imported names; ``*`` imports the known ones."""
+        """Record the local names of imported objects. ``*`` stands for all names in ROLES."""
         if node.level or not node.module:
             return
         for alias in node.names:
@@ -288,7 +288,7 @@ class _Collector(ast.NodeVisitor):
         self._scope = outside
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """Note a class."""
+        """Record a class."""
         self.names.classes.setdefault(node.name, node)
         bases = (base.id for base in node.bases if isinstance(base, ast.Name))
         base = next((name for name in bases if name in self.names.classes), "")
@@ -296,7 +296,7 @@ class _Collector(ast.NodeVisitor):
         self._enter(node, Scope(shared or f"{self._scope.name}.{node.name}", node, self._scope))
 
     def visit_FunctionDef(self, node: FunctionNode) -> None:
-        """Note a function and its local variables."""
+        """Record a function and its local variables."""
         in_class = isinstance(self._scope.node, ast.ClassDef)
         owner = f"{self._scope.node.name}." if isinstance(self._scope.node, ast.ClassDef) else ""
         self.names.functions.setdefault(f"{owner}{node.name}", node)
@@ -307,7 +307,7 @@ class _Collector(ast.NodeVisitor):
         self._enter(node, Scope(f"{self._scope.name}.{node.name}", node, self._scope, own, first))
 
     def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        """Note a function and its local variables."""
+        """Record a function and its local variables."""
         self.visit_FunctionDef(node)
 
     def _bind(self, target: ast.AST, value: ast.expr) -> None:
@@ -322,31 +322,31 @@ class _Collector(ast.NodeVisitor):
             self.names.bound[key].append((value, self._scope))
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        """Note what a variable is made of."""
+        """Record the value that a variable gets."""
         for target in node.targets:
             self._bind(target, node.value)
         self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        """Note what a variable is made of."""
+        """Record the value that a variable gets."""
         if node.value is not None:
             self._bind(node.target, node.value)
         self.generic_visit(node)
 
     def visit_For(self, node: ast.For) -> None:
-        """Note the values that a loop's variable takes in ``for optimizer in (first, second)``."""
+        """Record the values of a loop variable, as in ``for optimizer in (first, second)``."""
         for value in node.iter.elts if isinstance(node.iter, (ast.Tuple, ast.List)) else ():
             self._bind(node.target, value)
         self.generic_visit(node)
 
     def visit_withitem(self, node: ast.withitem) -> None:
-        """Note the variable after ``as``."""
+        """Record the variable after ``as``."""
         if node.optional_vars is not None:
             self._bind(node.optional_vars, node.context_expr)
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        """Note a call."""
+        """Record a call."""
         self.calls.append((node, self._scope))
         self.generic_visit(node)
 
@@ -358,13 +358,13 @@ def names_of(tree: ast.Module) -> Names:
     for call, scope in collector.calls:
         _bind_arguments(names, call, scope)
         _infer(names, call, scope)
-    for call, scope in collector.calls:  # Again: a variable may have proved to be a scaler after its step.
+    for call, scope in collector.calls:  # a later call may show that a variable is a scaler
         _infer(names, call, scope)
     return names
 
 
 def called(names: Names, call: ast.Call, scope: Scope) -> FunctionNode | None:
-    """Return the function, method or ``forward`` of this module that a call runs; None if it runs none."""
+    """Return the function, method or ``forward`` in this module that a call runs, or None."""
     function = call.func
     if isinstance(function, ast.Name) and function.id in names.functions:
         return names.functions[function.id]
@@ -381,7 +381,7 @@ def called(names: Names, call: ast.Call, scope: Scope) -> FunctionNode | None:
 
 
 def _bind_arguments(names: Names, call: ast.Call, scope: Scope) -> None:
-    """Bind the arguments of a function of this module to the values that the call passes."""
+    """Bind the arguments of a function in this module to the values that a call passes."""
     function = called(names, call, scope)
     if function is None or any(isinstance(argument, ast.Starred) for argument in call.args):
         return
@@ -395,7 +395,7 @@ def _bind_arguments(names: Names, call: ast.Call, scope: Scope) -> None:
 
 
 def _infer(names: Names, call: ast.Call, scope: Scope) -> None:
-    """Learn from a method call that a variable is a scaler, or that it is an optimizer."""
+    """Infer from a method call that a variable is a scaler or an optimizer."""
     function = call.func
     if not isinstance(function, ast.Attribute):
         return

@@ -1,4 +1,4 @@
-"""The rules about what runs inside an autocast region, and in which dtype."""
+"""The rules of ``amp-plugin check`` about code inside autocast regions, and about dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from amp_plugin.check.names import FunctionNode
 
 _OTHER_SCALERS = re.compile(r"scaler|apex|deepspeed|accelerat|fabric|loss_scale|lightning", re.IGNORECASE)
 _OTHER_MASTERS = re.compile(r"apex|deepspeed|master|FP16_Optimizer|store_weights|float32_copy", re.IGNORECASE)
-_LARGEST, _SMALLEST = 65504.0, 2.0**-25  # float16's largest number; below the other one it rounds to 0
+_LARGEST, _SMALLEST = 65504.0, 2.0**-25  # numbers below _SMALLEST round to 0 in float16
 _PRODUCTS = {"matmul", "bmm", "mm", "linear", "conv1d", "conv2d", "conv3d", "einsum", "baddbmm", "addmm"}
 _KEEP_DTYPE = {
     "transpose",
@@ -29,7 +29,7 @@ _THREADS = {"threading.Thread", "concurrent.futures.ThreadPoolExecutor", "multip
 
 
 def backward_in_autocast(module: Module) -> Iterator[Hit]:
-    """AMP008: a backward pass inside an autocast region."""
+    """AMP008: Find backward passes inside an autocast region."""
     for event in module.events():
         is_backward = event.kind in {"scaled backward", "backward", "framework backward"}
         region = event.context.region
@@ -38,7 +38,7 @@ def backward_in_autocast(module: Module) -> Iterator[Hit]:
 
 
 def bce_in_autocast(module: Module) -> Iterator[Hit]:
-    """AMP009: binary_cross_entropy inside a region. Regions of the CPU allow it, so they are left out."""
+    """AMP009: Find binary_cross_entropy inside an autocast region. CPU regions allow it, and are left out."""
     for event in module.events():
         region = module.region_around(event.context, event.scope)
         if region is None or region.device == "cpu" or not region.is_sure:
@@ -49,7 +49,7 @@ def bce_in_autocast(module: Module) -> Iterator[Hit]:
 
 
 def half_weights_trained(module: Module) -> Iterator[Hit]:
-    """AMP010: a model that is converted to 16 bits and whose parameters an optimizer then trains."""
+    """AMP010: Find models that are converted to 16 bits before an optimizer trains their parameters."""
     if _OTHER_MASTERS.search(module.identifiers):
         return
     for flow in module.flows:
@@ -80,7 +80,7 @@ def _to_16_bits(module: Module, event: Event) -> bool:
 
 
 def _parameters_of(call: ast.Call) -> Iterator[ast.AST]:
-    """Yield each model whose parameters are passed to a call."""
+    """Yield each model whose ``parameters()`` are passed to a call."""
     for value in call.args[:1] or [word.value for word in call.keywords if word.arg == "params"]:
         function = value.func if isinstance(value, ast.Call) else None
         if isinstance(function, ast.Attribute) and function.attr == "parameters":
@@ -88,7 +88,7 @@ def _parameters_of(call: ast.Call) -> Iterator[ast.AST]:
 
 
 def fp16_without_scaler(module: Module) -> Iterator[Hit]:
-    """AMP011: a float16 region, an unscaled backward pass and a step, in a module without a scaler."""
+    """AMP011: Find float16 training without a scaler: a region, a backward pass and a step."""
     unused = _scalers_never_used(module)
     others = " ".join(name for name in module.identifiers.split() if name not in unused)
     if _OTHER_SCALERS.search(others) or "set_autocast" in others:
@@ -104,7 +104,7 @@ def fp16_without_scaler(module: Module) -> Iterator[Hit]:
 
 
 def _scalers_never_used(module: Module) -> set[str]:
-    """Return the names of scalers that are made and never used; empty if at least one is used."""
+    """Return the names of scalers that are made but never used. If one is used, return nothing."""
     made = {
         key
         for key, values in module.names.bound.items()
@@ -120,7 +120,7 @@ def _scalers_never_used(module: Module) -> set[str]:
 
 
 def scaler_with_bf16(module: Module) -> Iterator[Hit]:
-    """AMP012: an enabled scaler that is used with regions which are all bfloat16."""
+    """AMP012: Find enabled scalers in modules in which all regions are bfloat16."""
     if not all(region.dtype == "bfloat16" and region.is_sure for region in module.regions):
         return
     scaled = {
@@ -140,7 +140,7 @@ def scaler_with_bf16(module: Module) -> Iterator[Hit]:
 
 
 def _is_on_with_regions(module: Module, enabled: ast.expr | None) -> bool:
-    """Return True if a scaler is always enabled, or enabled on the same condition as all regions."""
+    """Return True if a scaler is always enabled, or enabled under the same condition as all regions."""
     if enabled is None or (isinstance(enabled, ast.Constant) and enabled.value is True):
         return True
     when = tuple(facts(enabled, holds=True))
@@ -148,7 +148,7 @@ def _is_on_with_regions(module: Module, enabled: ast.expr | None) -> bool:
 
 
 def cuda_scaler_on_cpu(module: Module) -> Iterator[Hit]:
-    """AMP019: a scaler for CUDA in a module whose regions are all on the CPU."""
+    """AMP019: Find scalers for CUDA in modules in which all autocast regions are on the CPU."""
     if not module.regions or any(region.device != "cpu" for region in module.regions):
         return
     for event in module.events():
@@ -164,7 +164,7 @@ def cuda_scaler_on_cpu(module: Module) -> Iterator[Hit]:
 
 
 def autocast_over_threads(module: Module) -> Iterator[Hit]:
-    """AMP017: threads that are started inside a region, and DataParallel inside a bfloat16 region."""
+    """AMP017: Find threads that start inside a region, and DataParallel inside a bfloat16 region."""
     for event in module.events():
         region = event.context.region
         if region is None:
@@ -182,7 +182,7 @@ def autocast_over_threads(module: Module) -> Iterator[Hit]:
 
 
 def function_without_custom_fwd(module: Module) -> Iterator[Hit]:
-    """AMP018: an autograd function without custom_fwd that is applied inside a region and has a product."""
+    """AMP018: Find autograd Functions with matrix products that run in regions without custom_fwd."""
     reported: set[str] = set()
     for event in module.events():
         function = event.call.func
@@ -212,7 +212,7 @@ def _is_product(node: ast.AST) -> bool:
 
 
 def constant_out_of_range(module: Module) -> Iterator[Hit]:
-    """AMP014: a fill value or an eps that the float16 result of a matrix product cannot hold."""
+    """AMP014: Find fill values and eps that float16 results of a matrix product cannot represent."""
     for flow in module.flows:
         places = [(event.call, event.context) for event in flow.events] + flow.divisions
         covered = []
@@ -231,7 +231,7 @@ def constant_out_of_range(module: Module) -> Iterator[Hit]:
 
 
 def _fill_values(node: ast.AST) -> Iterator[tuple[float, ast.AST]]:
-    """Yield the value that a masked fill writes, with the tensor that it writes to."""
+    """Yield the fill value of a ``masked_fill`` call, together with its tensor."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) == 2:
         value = _number(node.args[1]) if node.func.attr in {"masked_fill", "masked_fill_"} else None
         if value is not None:
@@ -239,7 +239,7 @@ def _fill_values(node: ast.AST) -> Iterator[tuple[float, ast.AST]]:
 
 
 def _divisors(node: ast.AST) -> Iterator[tuple[float, ast.AST]]:
-    """Yield eps and tensor of each ``tensor + eps`` that is a divisor, or under a root or logarithm."""
+    """Yield eps and tensor of each ``tensor + eps`` in a divisor, root or logarithm."""
     inner: ast.AST | None = None
     if isinstance(node, ast.BinOp):
         inner = node.right
@@ -253,7 +253,7 @@ def _divisors(node: ast.AST) -> Iterator[tuple[float, ast.AST]]:
 
 
 def _narrow_names(function: ast.AST) -> set[str]:
-    """Return the variables that hold a matrix product, or a result of an op that keeps its dtype."""
+    """Return the variables that are assigned a matrix product, or an op's result with its dtype."""
     narrow: set[str] = set()
     for node in ast.walk(function):
         targets = node.targets if isinstance(node, ast.Assign) and _is_narrow(node.value, narrow) else []

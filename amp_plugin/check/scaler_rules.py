@@ -1,4 +1,4 @@
-"""The rules about the order of backward, unscale, clip, step and update."""
+"""The rules of ``amp-plugin check`` about the order of backward, unscale, clip, step and update."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RARELY = re.compile(r"%|\blen\(|last|final|num_batch|n_batch|steps_per_epoch", 
 
 
 def clip_before_unscale(module: Module) -> Iterator[Hit]:
-    """AMP001: torch's clip between a scaled backward pass and its step, without ``unscale_`` before it."""
+    """AMP001: Find clips by torch between a scaled backward pass and its step, without ``unscale_``."""
     for flow in module.flows:
         for clip in filter(_bounds, flow.of("clip")):
             if any(_clips_scaled(flow, clip, step) for step in flow.of("scaler step")):
@@ -38,7 +38,7 @@ def clip_before_unscale(module: Module) -> Iterator[Hit]:
 
 
 def _clips_scaled(flow: Flow, clip: Event, step: Event) -> bool:
-    """Return whether a clip runs after the scaled backward pass of a step and before the step."""
+    """Return whether a clip runs between a step and the scaled backward pass of that step."""
     if step.position < clip.position or step.context.excludes(clip.context):
         return False
     earlier = [
@@ -56,29 +56,29 @@ def _clips_scaled(flow: Flow, clip: Event, step: Event) -> bool:
 
 
 def _is_in_reserve(event: Event, other: Event) -> bool:
-    """Return True if an event stands in an ``except`` block and the other one does not."""
+    """Return True if ``event`` is in an ``except`` block that does not contain ``other``."""
     return any(text.startswith("handler ") and holds for text, holds in _extra(event, other))
 
 
 def _extra(event: Event, other: Event) -> set[tuple[str, bool]]:
-    """Return the conditions of an event that another event does not have."""
+    """Return the conditions around ``event`` that are not around ``other``."""
     return {*event.context.conditions} - {*other.context.conditions}
 
 
 def _adds_no_doubt(event: Event, known: set[tuple[str, bool]]) -> bool:
-    """Return True if none of an event's conditions, apart from known ones, depends on the precision."""
+    """Return True if no condition of an event depends on the precision, except known conditions."""
     return not any(_PRECISION.search(text) for text, _ in {*event.context.conditions} - known)
 
 
 def _bounds(clip: Event) -> bool:
-    """Return whether a clip changes gradients. With a bound of infinity it only measures the norm."""
+    """Return whether a clip changes gradients. A clip to infinity only measures the norm."""
     words = [word.value for word in clip.call.keywords if word.arg in {"max_norm", "clip_value"}]
     bound = ast.unparse((*clip.call.args[1:2], *words, clip.call)[0])
     return not re.fullmatch(r"(math|np|numpy|torch)\.inf|float\(['\"]\+?inf(inity)?['\"]\)|inf", bound)
 
 
 def _clip_in_a_step(module: Module, flow: Flow) -> Iterator[Hit]:
-    """Find a clip and a step in a function without a backward pass, in a module that never unscales."""
+    """Find clips before a step in a function without backward pass, if the module never unscales."""
     if any(event.kind in {"unscale", "scaler clip"} for event in module.events()):
         return
     scaled = {event.who for event in module.events() if event.kind == "scaled backward"}
@@ -91,7 +91,7 @@ def _clip_in_a_step(module: Module, flow: Flow) -> Iterator[Hit]:
 
 
 def step_past_scaler(module: Module) -> Iterator[Hit]:
-    """AMP002: ``optimizer.step()`` after a scaled backward pass, or after ``scaler.step(optimizer)``."""
+    """AMP002: Find ``optimizer.step()`` after a scaled backward pass, or after ``scaler.step(optimizer)``."""
     for flow in module.flows:
         for step in flow.of("optimizer step"):
             scaled = _last_before(flow, step, *_BACKWARDS)
@@ -105,9 +105,9 @@ def step_past_scaler(module: Module) -> Iterator[Hit]:
 
 
 def _has_stepped(flow: Flow, before: Event, step: Event) -> bool:
-    """Return True if a step always follows one of the scaler, for the same optimizer and loss.
+    """Return True if ``step`` always follows a scaler's step of the same optimizer and loss.
 
-    The step belongs to the plain way through the iteration, but stands outside its branch.
+    Such a step was meant for the branch without a scaler, but is outside of that branch.
     """
     is_next = before.position < step.position and before.context.loops == step.context.loops
     if not is_next or before.optimizer != step.who or _extra(step, before):
@@ -127,7 +127,7 @@ _UPDATED_LATE: Final = (
 
 
 def no_update(module: Module) -> Iterator[Hit]:
-    """AMP004: a scaler that this module creates and steps, but does not update in the loop."""
+    """AMP004: Find scalers that a module creates and steps, but does not update in the loop."""
     for flow in module.flows:
         yield from _updates_late(module, flow)
     if "get_scale" in module.identifiers:
@@ -149,7 +149,7 @@ def no_update(module: Module) -> Iterator[Hit]:
 
 
 def _updates_late(module: Module, flow: Flow) -> Iterator[Hit]:
-    """Find the update of a scaler that steps in each iteration of a loop which the update only follows."""
+    """Find updates that follow a loop, although the scaler steps in each iteration of the loop."""
     reported: set[ast.Call] = set()
     for step in flow.of("scaler step"):
         updates = [event for event in module.events() if event.kind == "update" and event.who == step.who]
@@ -164,7 +164,7 @@ def _updates_late(module: Module, flow: Flow) -> Iterator[Hit]:
 
 
 def _is_behind(update: Event, step: Event) -> bool:
-    """Return True if an update follows the loop that contains a step."""
+    """Return True if an update comes after the loop that contains a step."""
     outer, inner = update.context.loops, step.context.loops
     is_plain = not (update.call.args or update.call.keywords)
     is_outside = len(outer) < len(inner) and inner[: len(outer)] == outer
@@ -172,9 +172,9 @@ def _is_behind(update: Event, step: Event) -> bool:
 
 
 def _steps_each_batch(module: Module, flow: Flow, step: Event, update: Event) -> bool:
-    """Return True if each iteration of the step's loop scales a loss and steps the same optimizer with it.
+    """Return True if each iteration of the step's loop scales a loss and steps the same optimizer.
 
-    If the loop may end with the step, or may hand the scaler on, the answer is False.
+    The result is False if the loop may end after the step, or may pass the scaler to other code.
     """
     loop = step.context.loops[-1]
     if step.who is None or step.optimizer is None or not isinstance(loop, ast.For):
@@ -195,7 +195,7 @@ def _steps_each_batch(module: Module, flow: Flow, step: Event, update: Event) ->
 
 
 def _is_made_here(module: Module, event: Event) -> bool:
-    """Return True if the event's scaler is made in this module and not in a class that others may extend."""
+    """Return True if this module creates the event's scaler, outside of classes that others may extend."""
     if event.who is None or event.who not in module.names.bound:
         return False
     owner = event.scope.owner()
@@ -204,9 +204,9 @@ def _is_made_here(module: Module, event: Event) -> bool:
 
 
 def update_between_steps(module: Module) -> Iterator[Hit]:
-    """AMP005: an update between a scaled backward pass and the ``step`` or ``unscale_`` of its gradients.
+    """AMP005: Find updates between a scaled backward pass and the step or unscale of its gradients.
 
-    Scalers of this package are left out: they remember the scale of each gradient.
+    Scalers of amp_plugin are left out, because they remember the scale of each gradient.
     """
     if "amp_plugin.GradScaler" in module.names.imports.values():
         return
@@ -226,7 +226,7 @@ def update_between_steps(module: Module) -> Iterator[Hit]:
 
 
 def _steps_an_earlier_loss(before: list[Event], step: Event, update: Event) -> bool:
-    """Return True if the loss came before the update and its optimizer steps only after the update."""
+    """Return True if a loss is computed before the update, and its optimizer steps after the update."""
     scaled = [e for e in before if e.kind == "scaled backward" and e.who == step.who and _same_pass(e, step)]
     stepped = [e for e in before if e.kind == "scaler step" and e.who == step.who and _same_pass(e, update)]
     since = before[before.index(scaled[-1]) :] if scaled else []
@@ -238,9 +238,9 @@ def _steps_an_earlier_loss(before: list[Event], step: Event, update: Event) -> b
 
 
 def update_in_accumulation(module: Module) -> Iterator[Hit]:
-    """AMP006: step and update at different rates, or an update in an iteration without a step.
+    """AMP006: Find steps and updates at different rates, and updates in iterations without a step.
 
-    torch's scaler raises an error at an update that no step came before. This package's does not.
+    Torch's scaler raises an error at an update without a step before it. The scaler of amp_plugin does not.
     """
     is_torchs = "amp_plugin.GradScaler" not in module.names.imports.values()
     for flow in module.flows:
@@ -259,12 +259,12 @@ def update_in_accumulation(module: Module) -> Iterator[Hit]:
 
 
 def _turn(event: Event) -> tuple[object, ...]:
-    """Return what the calls of one scaler in the body of one loop have in common."""
+    """Return a key that is equal for all calls of one scaler in the body of one loop."""
     return event.who, event.context.loops
 
 
 def _follows_nothing(flow: Flow, update: Event, steps: list[Event]) -> bool:
-    """Return True if each step is in another branch than the update, and nothing unscales before it."""
+    """Return True if all steps are in other branches than the update, and nothing unscales before it."""
     before = [e for e in flow.events[: update.position] if not e.context.excludes(update.context)]
     is_plain = not (update.call.args or update.call.keywords)
     return (
@@ -276,7 +276,7 @@ def _follows_nothing(flow: Flow, update: Event, steps: list[Event]) -> bool:
 
 
 def _is_inside_window(flow: Flow, update: Event, step: Event) -> bool:
-    """Return True if an update follows the step of one optimizer, within the window of another one's step."""
+    """Return True if an update follows one optimizer's step inside another optimizer's window."""
     turn = [e for e in flow.of("scaled backward", "scaler step") if _turn(e) == _turn(update)]
     before = [e for e in turn[: turn.index(step)] if not e.context.excludes(step.context)]
     last = [e for e in turn if e.position < update.position and e.context.goes_with(update.context)]
@@ -291,7 +291,7 @@ def _is_inside_window(flow: Flow, update: Event, step: Event) -> bool:
 
 
 def _is_cleared(flow: Flow, step: Event, ends: Collection[tuple[str, bool]]) -> bool:
-    """Return True if each iteration clears gradients, perhaps the gradients of a step's optimizer."""
+    """Return True if each iteration clears gradients that may belong to the step's optimizer."""
     optimizers = {e.optimizer for e in flow.of("scaler step")} - {step.optimizer}
     others = {optimizer.text for optimizer in optimizers if optimizer}
     cleared = [event for event in flow.events if _method(event) == "zero_grad"]
@@ -303,13 +303,13 @@ def _is_cleared(flow: Flow, step: Event, ends: Collection[tuple[str, bool]]) -> 
 
 
 def _is_rarer(event: Event, other: Event) -> bool:
-    """Return True if an event runs only at the end of an accumulation window and the other one always."""
+    """Return True if ``event`` runs only at the end of accumulation windows, but ``other`` always runs."""
     mine, its = {*event.context.conditions}, {*other.context.conditions}
     return its < mine and any("%" in text and holds for text, holds in mine - its)
 
 
 def unscale_twice(module: Module) -> Iterator[Hit]:
-    """AMP007: ``unscale_`` twice before an update, or after each micro-batch of an accumulation window."""
+    """AMP007: Find ``unscale_`` that runs twice before an update, or after each micro-batch."""
     for flow in module.flows:
         unscales = flow.of("unscale")
         for event in unscales:
@@ -331,9 +331,9 @@ def _renewed(flow: Flow, first: Event, last: Event) -> bool:
 
 
 def scheduler_on_skip(module: Module) -> Iterator[Hit]:
-    """AMP016: a scheduler that steps before the scaler, or after it whether or not it skipped the step.
+    """AMP016: Find schedulers that step before the scaler, or even if the scaler skipped the step.
 
-    A scheduler that is given the epoch or a metric is left out, and one that steps once an epoch.
+    Schedulers that get the epoch or a metric, or that step once per epoch, are left out.
     """
     reported: set[ast.Call] = set()
     for flow in module.flows:
@@ -353,7 +353,7 @@ def scheduler_on_skip(module: Module) -> Iterator[Hit]:
 
 
 def _goes_ahead(module: Module, flow: Flow, event: Event) -> bool:
-    """Return True if a scheduler steps in each iteration before the first step of an optimizer."""
+    """Return True if a scheduler steps before the optimizer in each iteration."""
     if event not in flow.events or not event.context.loops:
         return False
     others = flow.of("scaler step", "optimizer step")
@@ -367,7 +367,7 @@ def _goes_ahead(module: Module, flow: Flow, event: Event) -> bool:
 
 
 def _goes_along(module: Module, event: Event, step: Event) -> bool:
-    """Return True if a scheduler steps as often as a scaler, even if the scaler skips its step."""
+    """Return True if a scheduler steps as often as a scaler, also if the scaler skips its step."""
     knows_skips = any(name in module.identifiers for name in ("get_scale", "last_step", "skipped"))
     if _iterations(step) != _iterations(event) or step.context.excludes(event.context):
         return False
@@ -375,12 +375,13 @@ def _goes_along(module: Module, event: Event, step: Event) -> bool:
     if (extra and knows_skips) or any(_RARELY.search(text) for text, _ in extra | missing):
         return False
     if event.scope is not step.scope and any("sch" not in text.lower() for text, _ in extra):
-        return False  # The condition may be what the other function returned: whether it took the step.
+        # The condition may be the result of the other function, which says whether a step was taken.
+        return False
     return _adds_no_doubt(event, {*step.context.conditions})
 
 
 def _is_unprepared(module: Module, flow: Flow, event: Event) -> bool:
-    """Return True if Accelerate prepares the optimizer of the step before, and not the scheduler."""
+    """Return True if Accelerate prepares the optimizer of the last step, but not the scheduler."""
     backward = _last_before(flow, event, *_BACKWARDS) if event in flow.events else None
     if backward is None or event.who is None or "optimizer_step_was_skipped" in module.identifiers:
         return False
@@ -403,14 +404,14 @@ def _method(event: Event) -> str:
 
 
 def _values(module: Module, event: Event) -> set[ast.AST]:
-    """Return the expressions that the object of a method call may take its value from."""
+    """Return the expressions from which the object of a method call may get its value."""
     function = event.call.func
     receiver = function.value if isinstance(function, ast.Attribute) else function
     return {value for value, _ in module.names.values(receiver, event.scope)}
 
 
 def _iterations(event: Event) -> tuple[ast.AST, ...]:
-    """Return the loops around a step, without a loop over the optimizers or schedulers that step."""
+    """Return the loops around a step, except a loop over the optimizers or schedulers themselves."""
     loops = event.context.loops
     objects = {key.text for key in (event.who, event.optimizer) if key is not None}
     is_over_objects = loops and isinstance(loops[-1], ast.For) and ast.unparse(loops[-1].target) in objects
@@ -418,7 +419,7 @@ def _iterations(event: Event) -> tuple[ast.AST, ...]:
 
 
 def framework_bypassed(module: Module) -> Iterator[Hit]:
-    """AMP003: torch's clip or backward pass in a program whose scaler belongs to Accelerate or Fabric."""
+    """AMP003: Find torch's clip and backward in programs in which Accelerate or Fabric scales the loss."""
     for flow in module.flows:
         backwards = flow.of("framework backward")
         for clip in filter(_bounds, flow.of("clip")):
@@ -437,7 +438,7 @@ def framework_bypassed(module: Module) -> Iterator[Hit]:
 
 
 def _framework(module: Module, event: Event) -> tuple[str, object]:
-    """Return the framework whose method an event calls, and the precision that the source gives it."""
+    """Return the framework whose method an event calls, and the framework's precision in the source."""
     function = event.call.func
     if not isinstance(function, ast.Attribute):
         return "", None
@@ -452,7 +453,7 @@ def _framework(module: Module, event: Event) -> tuple[str, object]:
 
 
 def _prepared(module: Module, flow: Flow) -> str:
-    """Return the accelerator or fabric that prepares something in this function; empty if none does."""
+    """Return the accelerator or fabric that prepares objects in this function, or ""."""
     for event in flow.events:
         function = event.call.func
         if not isinstance(function, ast.Attribute) or function.attr not in {"prepare", "setup"}:
@@ -463,14 +464,14 @@ def _prepared(module: Module, flow: Flow) -> str:
 
 
 def _last_before(flow: Flow, event: Event, *kinds: str) -> Event | None:
-    """Return the last event of ``kinds`` before an event, if the two run together; else None."""
+    """Return the last event of these kinds before an event, or None if they do not run together."""
     earlier = flow.events[: event.position]
     found = [e for e in earlier if e.kind in kinds and not e.context.excludes(event.context)]
     return found[-1] if found and found[-1].context.goes_with(event.context) else None
 
 
 def _is_interrupted(flow: Flow, first: Event, last: Event) -> bool:
-    """Return whether a call between two events unscales gradients, or may do so."""
+    """Return whether a call between two events unscales gradients or may unscale them."""
     between = [e for e in flow.between(first, last) if not e.context.excludes(last.context)]
     keys = {key for key in (first.who, first.optimizer, last.who, last.optimizer) if key is not None}
     return any(
@@ -489,5 +490,5 @@ def _same_optimizer(event: Event, other: Event) -> bool:
 
 
 def _same_pass(event: Event, other: Event) -> bool:
-    """Return whether two events run in the same iteration of the same loop."""
+    """Return whether two events run together in the same iteration of a loop."""
     return event.context.loops == other.context.loops and event.context.goes_with(other.context)

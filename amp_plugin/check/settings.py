@@ -1,4 +1,4 @@
-"""Settings of the check, from pyproject.toml and from the command line."""
+"""Reads the settings of ``amp-plugin check`` from pyproject.toml and the command line."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _KEYS = ("select", "ignore", "exclude", "baseline")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The rules to check, and the paths to leave out.
+    """The settings of a check: which rules to check, and which paths to leave out.
 
     Attributes:
-        select: codes of the rules to check, or their first characters: "AMP01" selects AMP010 to AMP019.
-            Empty selects all.
-        ignore: codes of the rules to leave out, or their first characters.
-        exclude: patterns of paths to leave out, such as ``tests/*``, as seen from ``root``.
-        baseline: the file of known mistakes; None if there is none.
+        select: codes of the rules to check, or first characters of codes ("AMP01" selects AMP010 to AMP019).
+            If it is empty, all rules are checked.
+        ignore: codes of the rules to leave out, or first characters of codes.
+        exclude: patterns of paths to leave out, such as ``tests/*``, relative to ``root``.
+        baseline: the file of known mistakes (baseline), or None.
         root: the folder of pyproject.toml.
     """
 
@@ -47,17 +47,17 @@ class Settings:
                     raise ValueError(msg)
 
     def wants(self, code: str) -> bool:
-        """Return whether the rule with this code is checked."""
+        """Return whether the rule that has this code is checked."""
         return code.startswith(self.select or ("",)) and not (self.ignore and code.startswith(self.ignore))
 
     @classmethod
     def of_project(
         cls, folder: Path, *, select: Sequence[str], ignore: Sequence[str], baseline: Path | None
     ) -> Settings:
-        """Return the settings of the nearest pyproject.toml; options of the command line come first.
+        """Return the settings of the nearest pyproject.toml. Command-line options override them.
 
         Raises:
-            ValueError: a setting is unknown or has a wrong type, or the file is not TOML.
+            ValueError: a setting is unknown or has the wrong type, or the file is not valid TOML.
         """
         file = next(
             (f for f in (p / "pyproject.toml" for p in (folder, *folder.parents)) if f.is_file()), None
@@ -74,7 +74,7 @@ class Settings:
 
 
 def _table(file: Path) -> dict[str, Any]:
-    """Return the table [tool.amp-plugin.check] of a pyproject.toml after checking it."""
+    """Return the table [tool.amp-plugin.check] of a pyproject.toml, after validating it."""
     try:
         table = (
             tomllib.loads(file.read_text(encoding="utf-8"))

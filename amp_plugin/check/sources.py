@@ -1,4 +1,4 @@
-"""Python files and notebooks: their text, the comments that silence rules, and edits."""
+"""Reads Python files and notebooks, finds comments that silence rules, and applies edits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _OTHER_LANGUAGE = re.compile(r"^%%(?!time|timeit|capture|prun)")
 
 @dataclass(frozen=True)
 class Source:
-    """The Python text of a file. The text of a notebook consists of its code cells, one after the other.
+    """The Python source of a file. The source of a notebook consists of its code cells in order.
 
     Attributes:
         path: the path of the file.
-        text: the text to parse; lines of IPython's own syntax are replaced by plain Python.
-        lines: the lines as they are in the file.
-        starts: the first line of each code cell of a notebook, counted from 1; empty for a Python file.
+        text: the text to parse. Lines with IPython syntax are replaced by plain Python.
+        lines: the unchanged lines of the file.
+        starts: the number of the first line (from 1) of each code cell of a notebook. It is empty for a
+            Python file.
         encoding: the encoding of the file.
     """
 
@@ -43,7 +44,7 @@ class Source:
 
         Raises:
             OSError: the file cannot be read.
-            SyntaxError, ValueError: the file is not text in its encoding, or not a notebook.
+            SyntaxError, ValueError: the file is not valid text in its encoding, or not a valid notebook.
         """
         content = path.read_bytes()
         if path.suffix == ".ipynb":
@@ -66,12 +67,15 @@ class Source:
         return cls(path, "\n".join(parsed), tuple(lines), tuple(starts))
 
     def place(self, line: int) -> tuple[int, int]:
-        """Return the cell of a line and the line within it. The cell is 0 if this is not a notebook."""
+        """Return the cell number of a line, and the line number within the cell.
+
+        The cell of a Python file is 0.
+        """
         cell = sum(start <= line for start in self.starts)
         return (cell, line - self.starts[cell - 1] + 1) if cell else (0, line)
 
     def edited(self, edits: Iterable[Edit]) -> tuple[str, ...]:
-        """Return the lines after the edits; no edit adds or removes a line."""
+        """Return the lines after the edits. Edits never add or remove lines."""
         lines = [line.encode() for line in self.lines]
         for line, start, end, text in sorted({*edits}, reverse=True):
             old = lines[line - 1]
@@ -101,9 +105,9 @@ class Source:
         )
 
     def ignored(self) -> dict[int, set[str]]:
-        """Return a dict from line to the codes that a comment silences there.
+        """Return a dict from line number to the rule codes that a comment silences there.
 
-        Line 0 means the file, and "" means all codes.
+        Line 0 stands for the whole file, and "" stands for all codes.
         """
         found: dict[int, set[str]] = {}
         for line, comment in self._comments() if "amp:" in self.text else ():

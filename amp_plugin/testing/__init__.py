@@ -1,1 +1,1 @@
-"""Tests of numerics: assertions about a training program, and the pytest plugin."""
+"""Helps to test numerics, with assertions about a training program and a pytest plugin."""

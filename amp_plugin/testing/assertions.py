@@ -1,17 +1,17 @@
-"""Assertions about numerics. Their tolerances are measured in the run itself.
+"""Assertions about numerics, whose tolerances are measured in the run itself.
 
-Each op runs twice: in the program's dtypes, and in a wide dtype whose rounding is negligible. Each result
-gets a number, ``explained``: the relative difference from the wide run that rounding can explain::
+Each op runs twice, in the program's dtypes and in a wide dtype whose rounding is negligible. The number
+``explained`` is the relative difference of a result from the wide run that rounding can explain::
 
     rounding of an op       = its own relative error, at most half an eps of its dtype
     explained of its result = sqrt(rounding^2 + (largest explained of its inputs)^2)
 
-Some derivatives jump, such as the derivative of relu at 0. An input that rounding moves across the jump
-changes the result by more than rounding. Such elements are added to ``explained``, as a share of all
-elements, and at most 3 * explained of the input.
+Some derivatives are discontinuous, such as the derivative of relu at 0. If rounding moves an input across the
+discontinuity, the result changes by more than rounding. The fraction of these elements is added to
+``explained``, up to 3 * explained of the input.
 
-An assertion fails if a loss, or the gradients of a step, differ from the wide run by more than
-3 * explained. A step may lose at most this share of its update when it writes the weights.
+An assertion fails if a loss, or the gradients of a step, differ from the wide run by more than 3 * explained.
+It also fails if writing the weights loses more than this fraction of an update.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from amp_plugin.numerics.run_recorder import RunRecorder
 from amp_plugin.numerics.shadow import WideRun
 from amp_plugin.numerics.values import Storages, distance, is_low_precision, unwatched
 
-_GROWTH: Final = 3.0  # A well-conditioned program enlarges rounding by at most this. ``compare`` uses it too.
-_KINKS: Final = frozenset(  # ops whose derivative jumps, and ops that choose elements
+# A well-conditioned program amplifies rounding by at most this factor. ``compare`` uses it too.
+_GROWTH: Final = 3.0
+_KINKS: Final = frozenset(  # ops with discontinuous derivatives or a choice of elements
     {"threshold_backward", "hardtanh_backward", "leaky_relu_backward", "sgn", "sign", "where", "masked_fill",
      "max_pool2d_with_indices_backward", "adaptive_max_pool2d_backward", "value_selecting_reduction_backward"}
 )  # fmt: skip
@@ -47,7 +48,7 @@ _PRECISIONS: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": tor
 
 @dataclass(frozen=True, kw_only=True)
 class _Apart:
-    """A loss, gradient or update that differs from the wide run by more than rounding explains."""
+    """A loss, gradient or update that differs from the wide run by more than rounding can explain."""
 
     what: str
     apart: float
@@ -59,7 +60,7 @@ class _Apart:
 
 @dataclass(frozen=True, kw_only=True)
 class _Origin:
-    """The op whose result exceeds its tolerance most."""
+    """The first op whose result exceeds its tolerance."""
 
     excess: float  # difference divided by tolerance
     op: str
@@ -75,7 +76,7 @@ class _Origin:
 
 
 def _turned(result: Tensor, exact: Tensor) -> float:
-    """Return the share of a result, in squares, that lies in elements on the other side of a jump."""
+    """Return the fraction of a result's squared norm in elements that crossed a discontinuity."""
     size = float(in_widest_float(exact).square().sum())
     difference = in_widest_float(result) - in_widest_float(exact)
     other_side = difference.abs() > 0.5 * in_widest_float(exact).abs()
@@ -83,7 +84,7 @@ def _turned(result: Tensor, exact: Tensor) -> float:
 
 
 class _Trained(WideRun):  # type: ignore[no-untyped-call]
-    """Runs a program next to its wide run, and measures the difference that rounding can explain."""
+    """Runs a program together with its wide run, and measures how much difference rounding explains."""
 
     def __init__(self, reference: torch.dtype) -> None:
         super().__init__(None, reference)
@@ -94,7 +95,7 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
         self.origin: _Origin | None = None
 
     def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
-        """Compute ``explained`` of a result; remember the first op whose result differs by more."""
+        """Compute ``explained`` of a result. Remember the first op whose result differs by more."""
         if not result.is_floating_point():
             return
         own = distance(result, exact) if exact is not None else 0.0
@@ -125,7 +126,7 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
         return _GROWTH * max(explained, torch.finfo(torch.float32).eps)
 
     def judge(self, what: str, tensors: Iterable[Tensor]) -> None:
-        """Note tensors that, taken as one vector, differ too much from the wide run."""
+        """Record tensors that, as one vector, differ too much from the wide run."""
         error = size = explained = 0.0
         for tensor in tensors:
             shadow = in_widest_float(self.shadows.of(tensor))
@@ -141,14 +142,14 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
             self.apart.append(_Apart(what=what, apart=apart, allowed=allowed))
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """Judge the gradients; keep copies of the weights, in the program's dtype and in the wide one."""
+        """Compare the gradients with the wide run. Keep copies of the weights of both runs."""
         with unwatched():
             params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self.judge(f"gradients of step {self.tracker.steps + 1}", [p.grad for p in params])
             self._before = [(p, p.detach().clone(), self.shadows.of(p).clone()) for p in params]
 
     def step_ended(self, _: Optimizer) -> None:
-        """Judge the update that was lost because a weight's dtype is too narrow to hold it."""
+        """Measure how much of the update was lost to rounding in the weights' dtypes."""
         lost = wanted = 0.0
         with unwatched():
             for param, before, shadow in self._before:
@@ -172,21 +173,22 @@ def assert_trains_like(
 ) -> None:
     """Fail if losses, gradients or updates differ from the reference by more than rounding explains.
 
-    Each op runs twice: as the program runs it, and in the reference dtype on inputs of the reference run.
-    The tolerance needs no setting. It is three times the rounding that was measured along the path to a
-    gradient, where the roundings of the ops are added as the root of the sum of their squares.
+    Each op runs twice: in the program's dtypes, and in the reference dtype with the inputs of the reference
+    run. No tolerance has to be set. The tolerance is three times the rounding that was measured along the
+    path to a gradient. The roundings of the ops on that path are combined as the root of the sum of their
+    squares.
 
     Args:
-        step: a function that does one training step: forward pass, backward pass, optimizer step. A tensor
-            that it returns counts as its loss. If ``precision`` is given, the function is called with an
-            autocast region, and opens it around its forward pass.
+        step: a function that performs one training step, with forward, backward and optimizer step. If it
+            returns a tensor, this is the loss. If ``precision`` is given, the function gets an autocast
+            region as an argument, and opens the region around its forward pass.
         reference: the dtype of the reference run.
-        precision: the dtype of the region; by default the step itself opens a region.
+        precision: the dtype of the autocast region. By default the function ``step`` opens its own region.
         steps: the number of steps to run.
-        device: the device of the region.
+        device: the device type of the autocast region.
 
     Raises:
-        AssertionError: a difference is too large. The text names the first op, module and line.
+        AssertionError: a difference is too large. The message names the first op with its module and line.
         ValueError: an option is unknown.
 
     Example:
@@ -237,18 +239,19 @@ def _regions(precision: str | None, device: str) -> list[torch.autocast]:
 def assert_same_numerics(run: Callable[[], Any], golden: str | Path, *, steps: int = 10) -> None:
     """Fail if a program's results differ from its golden file by more than rounding explains.
 
-    The result of each op is compared with the recorded one. The tolerance is the rounding of its dtype plus
-    the difference of its inputs. Therefore a file that was recorded on one machine, with one release of
-    torch, also holds on others. ``pytest --amp-record`` writes the file.
+    The result of each op is compared with the recorded result. The tolerance is the rounding of the result's
+    dtype plus the difference of the op's inputs. Therefore a file that was recorded on one machine with one
+    torch release is also valid on others. ``pytest --amp-record`` writes the file.
 
     Args:
-        run: a function that sets its seed, makes its model, and trains it.
+        run: a function that sets the random seed, creates a model, and trains it.
         golden: the path of the golden file.
         steps: the number of optimizer steps to record.
 
     Raises:
-        AssertionError: a result differs too much. The text names the first op, module and line.
-        FileNotFoundError: the file does not exist, and ``--amp-record`` was not given.
+        AssertionError: a result differs too much. The message names the first such op with its module and
+            line.
+        FileNotFoundError: the golden file does not exist, and ``--amp-record`` was not given.
         ValueError: the file is not a recording.
 
     Example:

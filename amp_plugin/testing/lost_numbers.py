@@ -1,4 +1,4 @@
-"""Records what a run lost: skipped steps, casts that overflow or underflow, numbers that are not finite."""
+"""Records skipped steps, casts that overflow or underflow, and numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from amp_plugin.numerics.values import is_low_precision, unwatched
 
 
 class LostNumbers:
-    """A region that notes what its program lost; call ``report()`` after it is closed."""
+    """A context that records lost steps and numbers. Call ``report()`` after its end."""
 
     def __init__(self) -> None:
         self._diagnosis = Diagnosis(keep_going=True)
@@ -44,7 +44,7 @@ class LostNumbers:
         self._open.close()
 
     def _counting(self, update: Any) -> Any:
-        """Count the updates that lower the loss scale. Each of them follows a skipped step."""
+        """Count the updates that lower the loss scale. Each such update follows a skipped step."""
 
         @wraps(update)
         def counted(scaler: Any, *args: Any, **kwargs: Any) -> None:
@@ -57,7 +57,7 @@ class LostNumbers:
         return counted
 
     def report(self) -> str:
-        """Return a text that lists what was lost; empty if nothing was lost."""
+        """Return a text that lists the lost steps and numbers, or "" if nothing was lost."""
         found = [str(finding) for finding in self._diagnosis.findings]
         found += self._casts.lines()
         if self._skips:
@@ -66,13 +66,13 @@ class LostNumbers:
 
 
 class _LostCasts:
-    """Watches casts to 16 bits, and notes those in which numbers become infinite or 0."""
+    """Observes casts to 16 bits, and records those in which numbers become infinite or 0."""
 
     def __init__(self) -> None:
         self._lost: dict[tuple[str, str, str, str], int] = {}
 
     def after(self, call: Call, output: Any) -> None:
-        """Look at the result of a cast."""
+        """Compare the result of a cast with its input."""
         if call.traits.base not in {"_to_copy", "copy"} or not call.arguments:
             return
         given = call.arguments[-1].tensor
@@ -101,7 +101,7 @@ class _LostCasts:
                     self._lost[key] = self._lost.get(key, 0) + count
 
     def lines(self) -> list[str]:
-        """Return one text for each module and line that lost numbers."""
+        """Return a text for each module and line that lost numbers."""
         return [
             f"a cast to {dtype} lost {count} values by {kind}, in {module}, {place}"
             for (kind, dtype, module, place), count in self._lost.items()

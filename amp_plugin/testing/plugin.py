@@ -1,6 +1,6 @@
-"""The pytest plugin: the option ``--amp-record``, and a fixture that fails a test in which numbers were lost.
+"""The pytest plugin, with the option ``--amp-record`` and the fixture ``no_lost_numbers``.
 
-pytest loads this module in every run. Therefore it imports only pytest until the fixture is used.
+pytest loads this module in every run. Therefore the module imports only pytest until the fixture is used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that records golden files."""
+    """Add the command-line option that records golden files."""
     parser.getgroup("amp_plugin").addoption(
         "--amp-record",
         action="store_true",
@@ -24,8 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Pass the option to ``assert_same_numerics``, which cannot ask pytest for it."""
-    import os  # noqa: PLC0415 - only where the option is given
+    """Pass the option to ``assert_same_numerics``, which has no access to pytest's options."""
+    import os  # noqa: PLC0415 - only if the option is given
 
     if config.getoption("--amp-record"):
         os.environ["AMP_PLUGIN_RECORD"] = "1"
@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def no_lost_numbers() -> Iterator[LostNumbers]:
     """Fail the test if a step was skipped, a cast lost a value, or a gradient was not finite.
 
-    The test is slow, since every op is watched. The failure names op, module and line.
+    The test is slow, because every op is observed. The failure names the op, the module and the line.
     """
     from amp_plugin.testing.lost_numbers import LostNumbers  # noqa: PLC0415 - loads torch
 
@@ -46,7 +46,7 @@ def no_lost_numbers() -> Iterator[LostNumbers]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Fail a test that uses the fixture and lost numbers."""
+    """Fail a test that uses the fixture if numbers were lost."""
     result = yield
     watch = getattr(item, "funcargs", {}).get("no_lost_numbers")
     if watch is not None:
