@@ -1,4 +1,7 @@
-"""Find the cause of a nan or inf, and what to do about it. The first matching row of a table says both."""
+"""Find the cause of a nan or inf, and what to do about it.
+
+Both are looked up in a table, whose first matching row counts.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +33,16 @@ _ROOTS = frozenset({"linalg_vector_norm", "norm", "pow", "rsqrt", "sqrt", "cdist
 _BOUNDED = frozenset({"acos", "asin", "atanh", "acosh", "erfinv"})
 _POLES = frozenset({"digamma", "lgamma", "polygamma", "mvlgamma", "special_zeta", "tan"})
 _AVERAGES = frozenset({"std", "var", "std_mean", "var_mean", "nll_loss_forward", "nll_loss2d_forward"})
-# Ops whose results can be so near to 1 that 16 bits round them to 1. The ops of _AT_ONE are not finite at 1.
+# Ops whose results can be so near to 1 that 16 bits round them to 1.
 _SATURATING = frozenset(
     {"sigmoid", "tanh", "_softmax", "erf", "clamp", "clamp_max", "clamp_min", "cos", "exp"}
 )
-_AT_ONE = frozenset({"log1p", "logit", *_BOUNDED})
+_AT_ONE = frozenset({"log1p", "logit", *_BOUNDED})  # ops with an infinite value or derivative at 1 or -1
 _FROM_ONE = frozenset({"rsub", "sub"})
 SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
 
-# Maps an op that runs to the ops by which a program may have called it. Autocast's rules apply to the called
-# ops.
+# Maps an op that the dispatcher runs to the ops that a program may have called instead.
+# Autocast has rules for the ops that a program calls.
 _CALLED_AS = {
     "addmm": ("linear", "addmm"),
     "bmm": ("matmul", "bmm"),
@@ -51,23 +54,24 @@ _CALLED_AS = {
     "mm": ("linear", "matmul", "mm"),
     "mv": ("matmul", "mv"),
 }
-# Parts of an internal op's name that the public op's name lacks, as in _softmax, native_layer_norm,
-# nll_loss_forward.
+# Parts of the name of an internal op that the name of the public op does not have.
+# Examples of internal ops are _softmax, native_layer_norm and nll_loss_forward.
 _WITHIN = re.compile(r"^_?(?:native_)?|_forward$")
 
 _SMALL = " In fp16 an eps below 6e-8 becomes 0: take a larger one, or call float() first."
 
-# Maps a cause, or a cause and one case of this cause, to what to do. In a text, {c} is the _Case.
+# Maps a cause, or a cause and a special case of it, to what to do. {c} in a text is a _Case.
 _ADVICE = {
     "weight": "the weight was not finite before this op: look at the checkpoint, at the initialisation, and "
     "at the last step.",
-    "data": "the data was not finite before the first op read it: isfinite() in the data loader finds it. If "
-    "it is there on purpose, replace it before the first op: a mask or where() afterwards does not hide "
-    "its gradient.",
+    "data": "the data was not finite before the first op read it: check it with isfinite() in the data "
+    "loader. If the values are there on purpose, replace them before the first op: a mask or where() after "
+    "the op does not keep nan out of the gradient.",
     "unwritten": "torch.empty returns memory with arbitrary values: write every element, or use torch.zeros.",
-    "collective": "read the reports of the other ranks: the report of the rank that made it names the op.",
+    "collective": "read the reports of the other ranks: the rank that made the nan or inf names the op.",
     "constant": "the program, or a torch function in this line (such as logdet of a negative determinant), "
-    "wrote this nan on purpose: leave those elements out before; a mask does not hide their gradient.",
+    "wrote this nan on purpose: leave those elements out before the op; a mask after the op does not keep "
+    "nan out of the gradient.",
     "function": "look at what {c.finding.op} computes outside torch: its inputs were finite.",
     "mask": "every position of a row is masked with -inf, and the softmax of such a row is nan. Leave one "
     "position unmasked, or mask with a large negative number and drop the row afterwards.",
@@ -86,8 +90,8 @@ _ADVICE = {
     "pole": "{c.base} is infinite at 0 or at the end of its range: clamp its input, add an eps, or use "
     "log_softmax or logsumexp.",
     "digits": "{c.dtype} rounds numbers between {c.below_one:.6g} and 1 to 1, so a clamp or an eps does not "
-    "help: it has too few digits. Compute in fp32 from {c.rounded_by} on: give it the rule fp32, call "
-    "float() before it, or use logsigmoid, log_softmax or a loss with logits.",
+    "help: it has too few digits. Compute in fp32 from {c.rounded_by} on: give this op the rule fp32, call "
+    "float() on its input, or use logsigmoid, log_softmax or a loss with logits.",
     "domain, length": "an input is shorter than its target: leave this sample out, or pass "
     "zero_infinity=True.",
     "domain": "{c.base} is not defined for these inputs: clamp them into its range, away from the ends. (A "
@@ -99,13 +103,13 @@ _ADVICE = {
     "{c.in_fp32}.",
     "range": "{c.overflow}: scale the inputs down first, keep them in fp32, or {c.in_fp32}.",
     "size": "{c.overflow}: clamp its input, subtract the largest number first, as logsumexp does, normalise "
-    "the inputs, or initialise them smaller. A recurrence with weights above 1 grows step after step.",
+    "the inputs, or initialise the weights smaller. A recurrence with weights above 1 grows at each step.",
 }
 _ADVICE["range, backward"] = _ADVICE["loss scale"].replace("loss smaller", "loss smaller, or {c.in_fp32}")
 
 
 def _rows(c: _Case) -> Iterator[tuple[object, str]]:
-    """Yield the rows of the table: whether the row matches, and the key of its advice."""
+    """Yield the rows of the table. Each row says whether it matches, and has the key of its advice."""
     base, forward, nan = c.base, c.forward, "nan" in c.finding.held
     yield nan and c.infinite and base in SOFTMAXES, "mask"
     yield nan and c.infinite, "infinity"
@@ -131,13 +135,13 @@ def _rows(c: _Case) -> Iterator[tuple[object, str]]:
 
 @dataclass(frozen=True)
 class _Case:
-    """A finding whose cause is not known yet, and facts on the program around the op."""
+    """A finding whose cause is not known yet, with facts about the program around the op."""
 
     finding: Finding
-    base: str  # the op's plain name, "exp"
-    growth: float  # the largest factor by which a weight has grown
-    in_optimizer: bool  # whether the step of a torch optimizer made it
-    # The op after which numbers near 1 were in 16 bits, if that is the reason.
+    base: str  # the op's plain name, such as "exp"
+    growth: float  # the largest factor by which the norm of a weight has grown
+    in_optimizer: bool  # whether the op ran in the step of a torch optimizer
+    # The op from which on fp32 is needed, if 16 bits have rounded a number near 1 to 1.
     rounded_by: str = ""
 
     @property
@@ -152,18 +156,21 @@ class _Case:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the range of fp32 is much larger than the range of the dtype. For bf16 it is not."""
+        """Whether the range of fp32 is much larger than the range of the dtype.
+
+        This is true for fp16, but not for bf16.
+        """
         return torch.finfo(self.finding.dtype).max < 0.5 * torch.finfo(torch.float32).max
 
     @property
     def infinite(self) -> str:
-        """The name of an argument that holds an infinity, or ``""`` if none does."""
+        """The name of an argument that contains an inf, or ``""`` if none does."""
         named = [given.name for given in self.finding.inputs if given.inf]
         return next(iter([*named, *(name for name, n in self.finding.numbers if math.isinf(n))]), "")
 
     @property
     def is_at_pole(self) -> bool:
-        """Whether the inputs reach a point where the op, or the derivative of its forward op, is infinite."""
+        """Whether an input is at a point where the op, or the derivative of its forward op, is infinite."""
         base, given, numbers = self.base, self.finding.inputs, dict(self.finding.numbers)
         if base in _DIVISIONS and (numbers.get("other") == 0 or any(map(_reaches_zero, given[-1:]))):
             return True
@@ -177,7 +184,7 @@ class _Case:
 
     @property
     def forward(self) -> str:
-        """The plain name of the forward op of a backward op. Empty for the user's autograd function."""
+        """The plain name of the forward op of a backward op; empty for a user's autograd function."""
         return self.finding.forward_op.partition("::")[2].split(".")[0].strip("_")
 
     @property
@@ -187,12 +194,14 @@ class _Case:
     @property
     def overflow(self) -> str:
         sizes = [given.largest for given in self.finding.inputs if not math.isnan(given.largest)]
-        what = f"{max(sizes, default=math.inf):.5g}" if self.base == "_to_copy" else self.base
-        return f"{what} goes beyond {torch.finfo(self.finding.dtype).max:.5g}"
+        is_cast = self.base == "_to_copy"
+        what = f"{max(sizes, default=math.inf):.5g}" if is_cast else f"the result of {self.base}"
+        dtype = self.finding.dtype
+        return f"{what} exceeds {torch.finfo(dtype).max:.5g}, the largest number of {short_name(dtype)}"
 
     @property
     def in_fp32(self) -> str:
-        """What to change so that the op runs in fp32."""
+        """A text that says what to change so that the op runs in fp32."""
         finding = self.finding
         rule = f"give {' and '.join(finding.rule_names)} the rule fp32" if finding.rule_names else ""
         if not finding.in_block:
@@ -217,7 +226,7 @@ def finding_of(
     made: Site | None = None,
     source: str = "",
 ) -> Finding:
-    """Describe a nan or inf that an op made, or that it was the first to read from an argument."""
+    """Describe a nan or inf that an op made, or that an op was the first to read."""
     op = made.op if made else call.traits.name
     forward_op = call.forward_op if call.is_backward and not made else ""
     given = [read] if read else [a for a in call.arguments if a.name not in call.traits.overwritten]
@@ -241,9 +250,10 @@ def finding_of(
 
 
 def _rounded_by(call: Call) -> Site | None:
-    """Return the op after which numbers near 1 were in 16 bits, if a later op is infinite at 1.
+    """Return the op from which on fp32 is needed, if 16 bits have rounded a number near 1 to 1.
 
-    It is the first op after the last matrix product on the way to that later op.
+    This is the first op after the last matrix product. The nan or inf arises in a later op, which is infinite
+    at 1.
     """
     if not call.arguments or not is_low_precision(call.arguments[-1].tensor.dtype):
         return None
@@ -276,7 +286,7 @@ def finding_of_function(
 def _finding(
     tracker: Tracker, site: Site, result: Tensor, base: str, *, rounded_by: Site | None = None, **known: Any
 ) -> Finding:
-    """Return the finding of a result: its cause, what to do, and lines to paste that fix it."""
+    """Return the finding for a result, with its cause, what to do, and lines of code that fix it."""
     found = Finding(
         module=site.module,
         place=site.place,
@@ -307,10 +317,11 @@ def _finding(
 
 
 def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
-    """Return the op names to which a rule must be given so that it applies to an op, however it was called.
+    """Return the names of the ops that need a rule, so that the rule applies however the op was called.
 
-    For ``aten::bmm.default`` they are ``("aten::matmul", "aten::bmm")``. For most ops it is their own name.
-    For casts, in-place ops and autograd functions there are none: no rule changes their dtype.
+    For ``aten::bmm.default`` the names are ``("aten::matmul", "aten::bmm")``. For most ops there is one name,
+    their own. For casts, in-place ops and autograd functions there are no names, because no rule changes
+    their dtype.
     """
     namespace, _, rest = op.partition("::")
     packet = rest.split(".")[0]
@@ -325,23 +336,23 @@ def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
 def cures_of(
     model: str, path: str, rule_names: Sequence[str], device_type: str, *, rule: str = "fp32"
 ) -> tuple[Cure, ...]:
-    """Return changes to the program that compute an op in fp32.
+    """Return changes to the program that make an op compute in fp32.
 
     Args:
         model: The class name of the model.
         path: The path of the module in the model.
-        rule_names: The ops that a rule would be given to.
-        device_type: The device type of the rules.
-        rule: The rule for these ops, if it is not fp32.
+        rule_names: The names of the ops that get the rule.
+        device_type: The device type whose op rules are changed.
+        rule: The rule that these ops get.
     """
     cures = []
-    if path:  # not for the outermost module: nothing would be left in 16 bits
-        place = f"the module in fp32: paste after the line that makes the model; model is your {model}"
+    if path:  # if the outermost module ran in fp32, nothing would be left in 16 bits
+        place = f"runs the module in fp32: paste after the line that makes the model; model is your {model}"
         code = f'import amp_plugin, torch\namp_plugin.run_in(torch.float32)(model.get_submodule("{path}"))'
         cures.append(Cure(place=place, code=code))
     if rule_names:
         how = "in fp32" if rule == "fp32" else f"with the rule {rule}"
-        place = f"{' and '.join(rule_names)} {how}, in all modules: paste once, before the first step"
+        place = f"runs {' and '.join(rule_names)} {how} in all modules: paste once, before the first step"
         rules = "".join(f'.with_rule("{name}", "{rule}")' for name in rule_names)
         rules = f'amp_plugin.OpRules.default("{device_type}"){rules}'
         cures.append(Cure(place=place, code=f"import amp_plugin\namp_plugin.set_default_rules({rules})"))

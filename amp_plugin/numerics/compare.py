@@ -81,8 +81,8 @@ class RunComparison:
         unexplained: The first difference that rounding does not explain, or None.
         unseen: The median, over all results, of the relative difference that rounding explains. A smaller
             error would not be noticed.
-        unmeasured: The ops that could not run in fp64, with the number of their calls. Their results are
-            taken as exact.
+        unmeasured: The ops that could not run in fp64, with the number of their calls. The results of these
+            ops are taken as exact.
         ranks: The ranks that both recordings have. Empty if each recording is the file of a single process.
         absent_first, absent_second: The ranks of each recording that left no file, or whose recording was cut
             off.
@@ -90,9 +90,10 @@ class RunComparison:
             their weights started with the same bits. Only the first step with such gradients is listed.
         dropouts_first, dropouts_second: Dropouts that drop the same elements on two ranks of one recording
             where they must differ, or different elements where they must be the same.
-        mesh: The sizes of the mesh dimensions by name, including the micro-batches. It is empty unless a
-            single process was compared with several ranks or micro-batches. If it is not empty, ``differing``
-            counts the results that rounding does not explain, and ``first`` equals ``unexplained``.
+        mesh: The sizes of the mesh dimensions by name, including the micro-batches. ``mesh`` is empty unless
+            a single process was compared with several ranks or micro-batches. If ``mesh`` is not empty,
+            ``differing`` counts the results that rounding does not explain, and ``first`` equals
+            ``unexplained``.
         random: The number of results that are not compared because the two runs drew different random numbers
             for them.
     """
@@ -185,17 +186,17 @@ def compare_runs(
 
     Results are matched by rank, step, direction, module, op and their order. So a run in bf16 can be compared
     with a run in fp32, although only the first has casts. The values that are compared are those that each op
-    would have computed without rounding. They may differ by three times as much as the op's inputs differ,
-    and by twice the eps of the coarsest dtype.
+    would have computed without rounding. Two such values may differ by three times as much as the op's inputs
+    differ, plus twice the eps of the coarsest dtype.
 
     If only one of the recordings has several ranks, its shards, partial sums and replicas are combined before
     they are compared. The single process of the other recording must get the whole batch of each step.
 
     Args:
         first: A recording.
-        second: Another recording. The two must have equally many ranks, or one of them must have a single
-            process. If ``second`` is the same recording as ``first``, only its replicas are compared with
-            each other.
+        second: Another recording. Both recordings must have the same number of ranks, or one of them must
+            have a single process. If ``second`` is the same recording as ``first``, only its replicas are
+            compared with each other.
         names: Maps the names of modules in the first run to their names in the second run, if these are two
             implementations of one model. A name includes all submodules, and ``*`` stands for one part of a
             name.
@@ -203,9 +204,9 @@ def compare_runs(
             recording with more micro-batches must be the second.
 
     Raises:
-        ValueError: A file does not contain a recorded run. Or the two runs share no rank or no result, or
-            their numbers of ranks differ and neither number is 1. Or a rank has no file, and its part of the
-            results is needed.
+        ValueError: A file does not contain a recorded run, or the file of a rank is missing although its
+            results are needed. The error is also raised if the two runs share no rank or no result, or if
+            their numbers of ranks differ and neither is 1.
     """
     ours, theirs = RecordedFiles.find(Path(first)), RecordedFiles.find(Path(second))
     known = names if isinstance(names, ModuleNames) else ModuleNames(names)

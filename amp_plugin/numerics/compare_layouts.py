@@ -66,7 +66,7 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
 def _arrival(matches: Matches, judged: Mapping[int, Verdict]) -> Callable[[Match], bool]:
     """Return a function that tells whether a result counts as wrong, by the results computed from it.
 
-    It returns True if one of the results that both runs compute from it is wrong, or if there are none.
+    The function returns True if a wrong result is computed from it, or no result that both runs have.
     """
     readers = _readers(matches.runs)
 

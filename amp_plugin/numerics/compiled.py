@@ -2,13 +2,21 @@
 
 ::
 
-    each call of a compiled graph also runs the graph eagerly
-    compare the results, the inputs that the graph writes, and the gradients of the inputs
-        (for random gradients of the results)
+    at each call of a compiled graph, run the graph eagerly, too
+
+    compare the results, and the inputs that the graph writes in place
+
+    compare the gradients of the inputs, computed from random gradients of the results
+
     if they differ by more than 4 eps:
-        run the graph eagerly five times more: four times with each op's result changed by one eps, and once
-            in float64
-        if the difference is more than 4 times that of any of these runs, plus 4 eps: it is not rounding
+
+        run the graph eagerly four more times, and change each op's result by one eps
+
+        run the graph eagerly once more in float64
+
+        allowed = 4 * the largest difference between these five eager runs and the first one + 4 eps
+
+        if the difference is more than allowed, rounding does not explain it
 """
 
 from __future__ import annotations
@@ -36,23 +44,25 @@ from amp_plugin.numerics.values import as_json, distance, unwatched
 from amp_plugin.precision import short_name
 
 _TIMES, _EPS = 4.0, 4.0
-_PEAK = 4.0  # factor for the largest difference of an element, which varies more than the norm
+_PEAK = 4.0  # allows more for the largest difference of one element, which varies more than the norm
 _NUDGES = 4
 _OWNED = re.compile(r"_(?:modules|parameters|buffers)_(.*?)(?=_(?:modules|parameters|buffers)_|_$)")
 
 
 class CompiledComparison:
-    """A region in which every graph that torch.compile makes also runs eagerly.
+    """A region in which every graph that torch.compile compiles also runs eagerly, for a comparison.
 
-    The program continues with the results of the compiled code. Both use the random numbers of eager code
-    (``fallback_random`` of inductor). The region is slow: the forward and backward pass of each graph run at
-    least twice. Graphs that were compiled before the region are not compared.
+    The program continues with the results of the compiled code. Eager and compiled code draw the same random
+    numbers, because inductor's ``fallback_random`` is set. The region is slow, because the forward and
+    backward pass of each graph run at least twice. Graphs that were compiled before the region are not
+    compared.
 
     Attributes:
-        differences: The first result of each graph that differs by more than rounding.
+        differences: For each graph with a difference that rounding does not explain, the first result that
+            has one.
         graphs: The number of graphs that were compiled.
         compared: The number of results and gradients that were compared.
-        not_compared: What could not be compared, and how often.
+        not_compared: Maps a description of what could not be compared to how often this happened.
     """
 
     def __init__(self) -> None:
@@ -87,7 +97,8 @@ class CompiledComparison:
             def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
                 return backend_call(backend, module, inputs, **options)
 
-            kept, number = copy.deepcopy(module), self.graphs  # a copy, because backends change the module
+            # The graph is copied, because backends change the module.
+            kept, number = copy.deepcopy(module), self.graphs
             compiled, found = compile_graph(module, inputs), list[Difference]()
             self.graphs += 1
 
@@ -97,7 +108,7 @@ class CompiledComparison:
                 eager = _EagerRuns(kept, inputs)
                 results = compiled(*inputs)
                 if not eager.plain:
-                    self.not_compared["a graph that does not run eagerly"] += 1
+                    self.not_compared["a graph that raises an error when it runs eagerly"] += 1
                 elif differing := self._differing(eager, _readings(inputs, results)):
                     found.append(_difference(number, eager, differing, compile_graph))
                     self.differences.append(found[0])
@@ -108,16 +119,16 @@ class CompiledComparison:
         return call
 
     def _differing(self, eager: _EagerRuns, held: Mapping[Reading, Tensor]) -> Differing | None:
-        """Return the first result that differs by more than rounding."""
+        """Return the first result that differs by more than rounding explains."""
         for reading, value in held.items():
             kind, number = reading
             if kind == "input" and torch.equal(eager.plain[reading], eager.inputs[number]):
-                # The graph has not written this input. Its version counter would not tell: some CPU kernels
-                # write without increasing it.
+                # The graph has not written this input. The values are compared, because some CPU kernels
+                # write in place without increasing the version counter.
                 continue
             if not value.is_floating_point():
                 if not torch.equal(value, eager.plain[reading]):
-                    self.not_compared["a result of integers, which differs"] += 1
+                    self.not_compared["an integer result, which differs from eager code"] += 1
                 continue
             self.compared += 1
             if found := eager.difference(reading, value):
@@ -125,14 +136,14 @@ class CompiledComparison:
         return None
 
     def report(self) -> str:
-        """Return a text on what differs and what could not be compared."""
+        """Return a text that says which results differ and what could not be compared."""
         lines = [f"compiled code differs from eager code in {difference}" for difference in self.differences]
         lines.append(
             f"{self.compared} results of {self.graphs} compiled graphs compared with eager code"
             + ("" if self.differences else ": rounding explains every difference")
         )
         if not self.graphs:
-            lines = ["nothing was compiled: the program calls no function that torch.compile has made"]
+            lines = ["nothing was compiled: the program called no function that torch.compile had compiled"]
         if self.not_compared:
             lines.append(f"not compared: {listed(self.not_compared)}")
         return "\n\n".join(lines)
@@ -144,10 +155,10 @@ class CompiledComparison:
 
 
 Reading = tuple[str, int]
-"""A compared tensor: ``"result"``, ``"input"`` or ``"gradient"`` (of an input), and the number of it."""
+"""A compared tensor: the word ``"result"``, ``"input"`` or ``"gradient"`` (of an input), and its index."""
 
 Differing = tuple[Reading, float, float]
-"""A compared tensor, its difference from eager code, and the difference that is allowed."""
+"""A compared tensor, its relative difference from eager code, and the relative difference that is allowed."""
 
 
 def _readings(inputs: Sequence[Any], results: Sequence[Any]) -> dict[Reading, Tensor]:
@@ -164,18 +175,18 @@ def _readings(inputs: Sequence[Any], results: Sequence[Any]) -> dict[Reading, Te
     return held
 
 
-# The random state of the CPU, and of each CUDA device if CUDA has been used.
+# The states of the random number generators of the CPU and, if CUDA has been used, of each CUDA device.
 _RandomState = tuple[Tensor, Sequence[Tensor]]
 
 
 def _random_state() -> _RandomState:
-    """Return the state of torch's random number generators."""
+    """Return the states of torch's random number generators."""
     return torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in _cuda_devices()]
 
 
 @contextmanager
 def _random_numbers_from(state: _RandomState) -> Iterator[None]:
-    """Use random numbers from ``state`` in a block, and restore the generators at its end."""
+    """Set torch's random number generators to ``state`` in a block, and restore them afterwards."""
     with torch.random.fork_rng(_cuda_devices()):
         torch.set_rng_state(state[0])
         torch.cuda.set_rng_state_all(state[1])
@@ -197,7 +208,10 @@ class _EagerRuns:
         self.plain = self._run(Region(Tracker()))
 
     def _run(self, region: Region) -> dict[Reading, Tensor]:
-        """Run the graph in a region that watches its ops. Return an empty dict if it raises an error."""
+        """Run the graph in a region that watches its ops.
+
+        Return an empty dict if the graph raises an error.
+        """
         inputs = list(map(_copied, self.inputs))
         try:
             with _random_numbers_from(self._random_state), region:
@@ -216,7 +230,10 @@ class _EagerRuns:
         return [*runs, exact]
 
     def difference(self, reading: Reading, value: Tensor) -> tuple[float, float] | None:
-        """Return the difference from eager code and the allowed one, or None if rounding explains it."""
+        """Return the difference from eager code and the allowed difference.
+
+        Return None if rounding explains the difference.
+        """
         eager = self.plain.get(reading)
         if eager is None or value.numel() == 0:
             return None
@@ -234,12 +251,12 @@ class _EagerRuns:
 def _difference(
     graph: int, eager: _EagerRuns, differing: Differing, compile_graph: Callable[..., Any]
 ) -> Difference:
-    """Describe a result that differs. The op that it names is the first one whose own result differs."""
+    """Describe a result that differs. The description names the first op whose own result differs."""
     (kind, number), apart, allowed = differing
     inputs = [node for node in eager.module.graph.nodes if node.op == "placeholder"]
     output: Any = eager.module.graph.output_node().args[0]
     origin = _origin(eager, compile_graph)
-    # If no op's own result differs, name the op that makes the result, or the first op that reads the input.
+    # If no op's own result differs, name the op that returns the result, or the first that reads the input.
     node = origin or (output[number] if kind == "result" else next(iter(inputs[number].users), None))
     result = f"result {number}"
     if kind != "result":
@@ -255,13 +272,13 @@ def _difference(
         allowed=allowed,
         reason=""
         if origin
-        else "compiled alone, that op is right; the fault may be in the ops that are compiled together "
-        "with it",
+        else "compiled separately, this op gives the right result; the error may come from how the compiler "
+        "fuses it with other ops",
     )
 
 
 def _origin(eager: _EagerRuns, compile_graph: Callable[..., Any]) -> fx.Node | None:
-    """Compile the graph again so that it returns the result of each op. Return the first op that differs."""
+    """Compile the graph so that it returns the result of each op, and return the first op that differs."""
     module = copy.deepcopy(eager.module)
     output = module.graph.output_node()
     ops = [node for node in module.graph.nodes if node.op.startswith("call_")]
@@ -280,7 +297,7 @@ def _origin(eager: _EagerRuns, compile_graph: Callable[..., Any]) -> fx.Node | N
 
 
 def _nudge(generator: torch.Generator, call: Call, output: Any) -> None:
-    """Change each element of an op's results by one eps, up or down at random. Views are not changed."""
+    """Multiply each element of an op's results by 1 + eps or 1 - eps at random. Views are not changed."""
     results = [] if call.traits.is_view else [made.tensor for made in call.made(output)]
     for result in results:
         if result.is_floating_point():

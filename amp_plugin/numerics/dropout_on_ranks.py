@@ -1,8 +1,10 @@
-"""Check dropout on several ranks. It must be the same on replicas, and must differ on shards.
+"""Check dropout on several ranks. Dropout must be the same on replicas, and must differ on shards.
 
-for each product of a tensor and of random numbers that keep or drop its elements:
-    if two ranks have the same tensor, their random numbers must be the same
-    if they have different tensors, their random numbers must differ
+for each product of a tensor with a random mask that drops elements:
+
+    if two ranks have the same tensor, their masks must be the same
+
+    if two ranks have different tensors, their masks must differ
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from amp_plugin.numerics.values import Fingerprint
 
 
 def wrong_dropouts(runs: Mapping[int, Run]) -> list[Difference]:
-    """Return the places at which dropout is wrong: the same on shards, or different on replicas.
+    """Return the dropouts whose masks are equal on shards, or different on replicas.
 
     Args:
         runs: The runs of all ranks.
@@ -36,12 +38,12 @@ def wrong_dropouts(runs: Mapping[int, Run]) -> list[Difference]:
     return judged
 
 
-# the product, the tensor that elements are dropped from, and the random numbers
+# the product, the tensor from which elements are dropped, and the random mask
 _Dropout = tuple[OpRecord, Fingerprint, Fingerprint]
 
 
 def _dropouts(run: Run) -> Iterator[_Dropout]:
-    """Yield the products of a tensor and of random numbers that keep or drop its elements."""
+    """Yield the products of a tensor with a random mask that drops elements."""
     noisy: set[int] = set()
     for number, record in enumerate(run.records):
         base = record.base

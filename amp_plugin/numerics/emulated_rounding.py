@@ -1,8 +1,8 @@
-"""Emulate the rounding of another implementation of a program while the program runs.
+"""Run a program with roundings that another implementation of it may have, such as an inference engine.
 
-``EmulatedRounding`` rounds results or operands of chosen ops once more. ``attention_in_steps`` computes
-torch's fused attention in steps, with the roundings in which fused kernels differ. Both change numbers but no
-dtypes, so the program runs without changes.
+``EmulatedRounding`` rounds results or operands of chosen ops once more. ``attention_in_steps`` replaces
+torch's fused attention by single steps, so that it can round as another fused kernel does. Both functions
+change numbers but no dtypes, so the program needs no changes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _FP8: Final = torch.float8_e4m3fn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpPlace:
-    """A place where numbers can be rounded: the results or the operands of an op on a line of a program.
+    """The results or the operands of an op on a line of a program, which can be rounded.
 
     Attributes:
-        op: The name of the op without namespace and overload, ``"mul"``.
-        module: The class of the module that calls it; empty outside of modules.
-        line: The line that calls it; None if unknown.
-        is_operand: True means the operands, False the results.
+        op: The name of the op without namespace and overload, such as ``"mul"``.
+        module: The class of the module that calls the op; empty outside of modules.
+        line: The line of the program that calls the op; None if unknown.
+        is_operand: True if the operands are rounded, False if the results are.
     """
 
     op: str
@@ -55,7 +55,7 @@ class OpPlace:
 
     @property
     def scope(self) -> str:
-        """The class of the module and the function."""
+        """The class of the module and the name of the function, separated by a dot."""
         return f"{self.module}.{self.line.function if self.line else ''}"
 
     def __str__(self) -> str:
@@ -64,22 +64,23 @@ class OpPlace:
 
 
 class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
-    """A region in which numbers are rounded once more at chosen places. It runs forward passes only.
+    """A region for forward passes in which numbers are rounded once more at chosen places.
 
     Args:
-        dtype: The narrower dtype. Only results that are wider than it are rounded.
-        places: Where to round. If there are none, nothing is changed, and the places are found.
+        dtype: The dtype to round to. Only results of wider dtypes are rounded.
+        places: The places at which to round. If there are none, no number is changed, and all places are
+            recorded.
 
     Attributes:
-        found: Maps the place of each result that is wider than ``dtype`` to the shape of the first such
-            result, in the order of first execution. If places are chosen, only places of the chosen ops.
+        found: Maps the place of each result that is wider than ``dtype`` to the shape of its first result, in
+            the order of first execution. If places are chosen, only the places of their ops are recorded.
         product: The module that called the last matrix product of the forward pass; None if there is none.
         last: The place of the last matrix product; None if its result is not wider than ``dtype``.
     """
 
     def __init__(self, dtype: torch.dtype, places: Iterable[OpPlace] = ()) -> None:
         self._dtype = dtype
-        # The chosen places by op. Finding the line of an op takes time, so other ops are skipped.
+        # Maps an op to its chosen places. Other ops are skipped, because finding an op's line takes time.
         self._chosen: dict[str, set[OpPlace]] = {}
         for place in places:
             self._chosen.setdefault(place.op, set()).add(place)
@@ -89,7 +90,7 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
         super().__init__(Tracker(), self)
 
     def after(self, call: Call, output: Any) -> None:
-        """Record the place of a result, and round the result if it is chosen."""
+        """Record the place of an op's results, and round them if the place is chosen."""
         traits = call.traits
         if call.is_backward or traits.is_view or traits.is_collective or traits.is_unwritten:
             return
@@ -125,7 +126,7 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
                 result.copy_(self._rounded(value) if is_rounded else value)
 
     def _rounded(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with its values rounded, in its own dtype."""
+        """Return a tensor of the same dtype with rounded values."""
         if not tensor.is_floating_point() or tensor.itemsize <= self._dtype.itemsize:
             return tensor
         return tensor.to(self._dtype).to(tensor.dtype)
@@ -133,7 +134,7 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
 
 ATTENTION: Final = {
     "softmax": "scores and probabilities of the attention are rounded",
-    "scale": "the attention multiplies the query by the scale after its cast",
+    "scale": "the attention multiplies the query by the scale after casting the query",
     "cache": "keys and values of the attention are kept in fp8",
 }
 """Maps the name of a rounding in an attention to a description of the rounding."""
@@ -143,8 +144,8 @@ class AttentionInSteps(TorchFunctionMode):
     """A block in which ``scaled_dot_product_attention`` runs in steps, with chosen roundings.
 
     Args:
-        dtype: The dtype that numbers are rounded to.
-        roundings: Names from ``ATTENTION``.
+        dtype: The dtype to which numbers are rounded.
+        roundings: The roundings to emulate, by their names in ``ATTENTION``.
     """
 
     def __init__(self, dtype: torch.dtype, roundings: Iterable[str] = ()) -> None:
@@ -154,7 +155,7 @@ class AttentionInSteps(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function. An attention runs in steps."""
+        """Run a torch function. If it is an attention, it runs in steps."""
         if func is scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -175,9 +176,9 @@ def attention_in_steps(
 ) -> Tensor:
     """Return the result of ``scaled_dot_product_attention``, with roundings from ``ATTENTION``.
 
-    Operands are cast as autocast would cast them. The rest is what fused kernels do: scores are computed in
-    float32, their exponentials are cast for the second product, and the result of that is divided by their
-    sum.
+    Operands are cast as autocast would cast them. As in fused kernels, the scores are computed in float32.
+    Their exponentials are cast for the second matrix product, whose result is divided by the sum of the
+    exponentials.
     """
     device = query.device.type
     is_cast = torch.is_autocast_enabled(device)
@@ -207,7 +208,7 @@ def attention_in_steps(
 
 
 def _mask(scores: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
-    """Return a boolean tensor that says which keys a query reads."""
+    """Return a boolean tensor that is True where a query attends to a key."""
     everywhere = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     if is_causal:
         everywhere = everywhere.tril()

@@ -1,4 +1,7 @@
-"""A finding of a diagnosis, as data and as text: the op or value from which nans and infs came."""
+"""A finding of ``diagnose``, as data and as text.
+
+It describes the op or the value from which nans and infs came.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,10 @@ Kind = Literal[
 _HEADLINES: dict[Kind, str] = {
     "made": "{op} made {held} {where}, in {dtype}",
     "weight": "the weight {source} held {held} before {op} read it",
-    "input": "the data held {held}: {source}, read by {op}",
+    "input": "the data held {held} before {op} read it: {source}",
     "unwritten": "{op} returned memory that was not written yet; it holds {held}",
-    "collective": "{op} received {held}: another rank made it",
-    "constant": "{op} wrote {held} on purpose, and it was not masked",
+    "collective": "{op} received {held} from another rank",
+    "constant": "{op} wrote {held} on purpose, and no mask removed it",
     "function": "{op}, an autograd function of the program, made {held} outside torch's ops",
     "learning": "{lesson}",
     "clip": "{op} clipped gradients that are still multiplied by the loss scale, {lesson}",
@@ -47,8 +50,8 @@ class Cure:
     """A change to a program.
 
     Attributes:
-        place: A text that says where to put the lines.
-        code: The lines. They run unchanged if the model is called ``model``.
+        place: A text that says what the lines do and where to put them.
+        code: The lines of code. They need no change if the program's variable for the model is ``model``.
     """
 
     place: str
@@ -60,58 +63,65 @@ class Cure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """An origin of nans or infs, or a reason why a model does not learn.
+    """The origin of a nan or inf, or a reason why a model does not learn.
 
     Attributes:
-        kind: Where the numbers came from.
+        kind: The kind of the finding.
 
-            - ``"made"``: the op made them from finite inputs, or from infinities that were there on purpose.
-            - ``"weight"``, ``"input"``: they were there before, and the op was the first to read them.
-            - ``"unwritten"``: the memory of ``torch.empty`` was read before it was written.
-            - ``"collective"``: they came from another rank.
-            - ``"constant"``: the program wrote them.
-            - ``"function"``: an autograd function made them outside torch's ops.
-            - ``"learning"``: all numbers are finite, but the weights do not change.
-            - ``"dtype"``: torch raised an error for the dtypes of the inputs. The op runs in other dtypes.
-            - ``"clip"``: gradients were clipped before they were unscaled.
-            - ``"order"``: the scaler raised an error for a call that came too late or twice.
-        cause: Why.
+            - ``"made"``: The op made the nan or inf from finite inputs, or from infs that the program had
+              written on purpose.
+            - ``"weight"``, ``"input"``: A weight or the input data held the nan or inf before any op read it.
+            - ``"unwritten"``: The memory of ``torch.empty`` was read before it was written.
+            - ``"collective"``: The nan or inf came from another rank.
+            - ``"constant"``: The program wrote the nan or inf.
+            - ``"function"``: A user's autograd function made the nan or inf outside torch's ops.
+            - ``"learning"``: All numbers are finite, but the model does not learn.
+            - ``"dtype"``: Torch raised an error because of the dtypes of the inputs.
+            - ``"clip"``: The program clipped gradients before they were unscaled.
+            - ``"order"``: The scaler raised an error because a method was called too late or twice.
+        cause: The cause of the finding.
 
-            - ``"range"``: too large for the 16-bit dtype. ``"size"``: too large for fp32 as well.
-            - ``"pole"``: a division by zero, or an input where the function or its derivative is infinite.
+            - ``"range"``: The result is too large for fp16.
+            - ``"size"``: The result is too large even for fp32.
+            - ``"pole"``: The op, or its derivative, is infinite at this input, as in a division by zero.
             - ``"digits"``: 16 bits rounded a number near 1 to 1.
-            - ``"domain"``: the op is not defined for the input.
-            - ``"mask"``: every position of a softmax is masked.
-            - ``"infinity"``: arithmetic with infinities that are there on purpose.
-            - ``"empty"``: statistics of too few elements.
-            - ``"divergence"``: the weights have grown too much.
-            - ``"loss scale"``: the loss scale may be too large.
-            - ``"lost updates"``, ``"underflow"``, ``"no step"``: why the model does not learn.
+            - ``"domain"``: The op is not defined for this input.
+            - ``"mask"``: Every position of a softmax is masked.
+            - ``"infinity"``: The op computed with infs that the program had written on purpose.
+            - ``"empty"``: The op computed a mean or variance of too few elements.
+            - ``"divergence"``: The weights have grown too much.
+            - ``"loss scale"``: The loss scale may be too large.
+            - ``"lost updates"``, ``"underflow"``, ``"no step"``: The model does not learn for this reason.
             - ``"data"``, ``"weight"``, ``"unwritten"``, ``"collective"``, ``"constant"``, ``"function"``,
-              ``"dtype"``, ``"scaled clip"``, ``"order"``: as in ``kind``.
-        op: The full name of the op, for example ``"aten::exp.default"``. For ``"order"``, the method.
-        forward_op: For an op in a backward pass, the op of the forward pass that it belongs to. Else empty.
-        held: The kinds of numbers that it made or read: ``"nan"``, ``"inf"``, ``"-inf"``.
-        module: The path of the module. Empty outside modules.
-        format: The format below 16 bits in which the module computes, for example ``"fp8"``. Else empty.
-        place: The line that called the op, or its forward op. None if it is not known.
+              ``"dtype"``, ``"scaled clip"``, ``"order"``: These causes say the same as ``kind``.
+        op: The full name of the op, for example ``"aten::exp.default"``. For the kind ``"order"``, the name
+            of the scaler's method.
+        forward_op: If the op ran in a backward pass, the name of its forward op. Otherwise empty.
+        held: Which of ``"nan"``, ``"inf"`` and ``"-inf"`` the op made or read.
+        module: The path of the module that called the op. Empty outside modules.
+        format: The format below 16 bits in which the module computes, for example ``"fp8"``. Empty if it
+            computes in 16 bits or more.
+        place: The line that called the op or, for a backward op, its forward op. None if it is not known.
         caller: If ``place`` is in an installed library, the line of the program that called the library.
         dtype: The dtype in which the op computed.
-        output: The result.
-        inputs: The tensors among the arguments.
-        numbers: The Python numbers among the arguments, by name.
+        output: A summary of the op's result.
+        inputs: Summaries of the tensors among the op's arguments.
+        numbers: Name and value of each Python number among the op's arguments.
         rank: The rank of this process. None if there is a single process.
-        reached: Where the numbers arrived: ``"nan in aten::_softmax.default ..."``, ``"the loss"``.
-        advice: What to do.
-        cures: Lines to paste into the program, if computing in fp32 helps.
-        when: How far the program was: forward passes, backward passes and optimizer steps.
+        reached: A text that says where the nan or inf went, for example ``"the loss"``.
+        advice: A text that says what to do.
+        cures: Lines of code to paste into the program, if computing in fp32 helps.
+        when: A text with the numbers of forward passes, backward passes and optimizer steps so far.
         device_type: The device type of the op's results, for example ``"cpu"``.
-        in_block: Whether an autocast block was open. For a backward op, whether it was around its forward op.
-        rule_names: If 16 bits are the reason, the ops to give the rule fp32 (see ``OpRules.with_rule``).
-        source: For data, the batch, the tensor and the row, as far as known. For a weight, its path.
-        lesson: For ``"learning"``, what was measured. For ``"dtype"``, the dtypes of the inputs. For
-            ``"clip"``, the loss scale and the limit. For ``"order"``, the call that is missing.
-        count: How often it was found at the same op and line.
+        in_block: Whether the op or, for a backward op, its forward op ran in an autocast block.
+        rule_names: The ops to which to give the rule fp32 if 16 bits are the reason. See
+            ``OpRules.with_rule``.
+        source: The path of the weight that held the nan or inf. For input data, the batch, the tensor and the
+            row, as far as they are known.
+        lesson: A text with further facts. For ``"learning"``, it says what was measured. For ``"dtype"``, it
+            names the dtypes of the inputs. For ``"clip"``, it names the loss scale and the limit. For
+            ``"order"``, it names the call that is missing.
+        count: The number of times that this finding occurred at the same op and line.
     """
 
     kind: Kind
@@ -146,7 +156,7 @@ class Finding:
 
     @property
     def blames_scale(self) -> bool:
-        """Whether a loss scale that is too high can be the reason."""
+        """Whether the loss scale may be too large."""
         return self.direction == "backward" and self.cause in {"range", "loss scale"}
 
     @property
@@ -165,13 +175,13 @@ class Finding:
         )
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield the rows of the report: a name and a text each."""
+        """Yield the rows of the report, each with a name and a text."""
         if self.when:
-            yield "when", self.when + (f", and {self.count - 1} times more" if self.count > 1 else "")
+            yield "when", self.when + (f" (found {self.count} times)" if self.count > 1 else "")
         if self.module:
             yield "module", self.module
         if self.format:
-            kept = f"formats={{{self.module!r}: 'bf16'}} computes this layer in bf16"
+            kept = f"with formats={{{self.module!r}: 'bf16'}} this layer computes in bf16"
             yield "format", f"{self.format}; {kept}"
         for name, place in (("line", self.place), ("called from", self.caller)):
             if place:
@@ -188,7 +198,7 @@ class Finding:
         yield from _under("paste", "# or\n".join(f"{cure}\n" for cure in self.cures).splitlines())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as values that JSON can hold. nan and inf become strings."""
+        """Return the finding as values that JSON can hold. nan and inf become strings."""
         return {"headline": self.headline, "direction": self.direction, **as_json(self)}
 
     def __str__(self) -> str:
@@ -196,7 +206,7 @@ class Finding:
 
 
 class NonFiniteError(FloatingPointError):
-    """Raised by ``diagnose`` at the first nan or inf that matters.
+    """Raised by ``diagnose`` at the first harmful nan or inf.
 
     Attributes:
         finding: The origin of the nan or inf.
@@ -211,7 +221,7 @@ class NonFiniteError(FloatingPointError):
 
 
 def laid_out(headline: str, rows: Iterable[tuple[str, str]]) -> str:
-    """Return a headline, with a row below it for each name and text."""
+    """Return a text with the headline in its first line, and one line for each name and text."""
     named = list(rows)
     width = max(len(name) for name, _ in named)
     return "\n".join([headline, *(f"  {name:<{width}}  {text}" for name, text in named)])

@@ -2,14 +2,18 @@
 
 ::
 
-    a step is skipped:          place hooks on the modules, for the next 8 steps
-    a module is called:         compute the largest magnitude of each input and output, on the device
-    a gradient reaches it:      compute the largest magnitude of the gradients of its outputs, on the device
-    the next step is skipped:   the CPU reads these numbers, in the order in which they were computed
-    a step is not skipped:      drop the numbers of this step
+    after a skipped step, register hooks on all modules for the next 8 steps
 
-A largest magnitude is nan or inf exactly if an element is not finite. The CPU reads nothing from the device
-before a step is skipped.
+    in a forward hook, compute the largest magnitude of each input and output on the device
+
+    in a backward hook, compute the largest magnitude of the gradients of the outputs on the device
+
+    if a step with hooks is skipped, read these magnitudes on the CPU, in the order of their computation
+
+    if a step with hooks is not skipped, drop its magnitudes
+
+The largest magnitude of a tensor is nan or inf if and only if an element is not finite. Nothing is copied
+from the device to the CPU until a step is skipped.
 """
 
 from __future__ import annotations
@@ -35,22 +39,22 @@ from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.overflows import FirstModules
 from amp_plugin.scaling.step_log import StepLog, StepResult
 
-STEPS_AFTER_SKIP: Final = 8  # how many steps have hooks after a skipped step
-STEPS_IN_ALL: Final = 64  # how many steps of a run have hooks at most
-_MOST_NUMBERS: Final = 50_000  # numbers of one step at most; later ones are not needed
-_MOST_TENSORS: Final = 8  # tensors of one call at most
+STEPS_AFTER_SKIP: Final = 8  # after a skipped step, so many steps run with hooks
+STEPS_IN_ALL: Final = 64  # in a whole run, at most so many steps run with hooks
+_MOST_NUMBERS: Final = 50_000  # at most so many magnitudes are kept per step
+_MOST_TENSORS: Final = 8  # at most so many tensors are measured per call of a module
 _DTYPES: Final = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _PLAIN: Final = {Tensor, nn.Parameter}
 
 
 Largest = tuple[str, str, Tensor]
-"""A module's name; ``"input"``, ``"output"`` or ``"gradient"``; and the largest magnitude, on the device."""
+"""A module's name, the word ``"input"``, ``"output"`` or ``"gradient"``, and the largest magnitude."""
 
 
 class ModuleWatch:
     """Names the module that made the first nan or inf of a skipped step.
 
-    Its hooks are on the modules only for some steps after a skipped step.
+    The modules have hooks only during a few steps after a skipped step.
     """
 
     path = None  # this object writes no page
@@ -59,10 +63,10 @@ class ModuleWatch:
         self._log = log
         self._hooks = ModuleHooks(models, self._measure)
         self._numbers: list[Largest] = []
-        # The tensors that were measured, by id, with their version counters.
+        # Maps the id of each measured tensor to a weak reference and to its version counter.
         self._measured: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        # Limits on the steps that may still run with hooks: one until the next skipped step, one for the
-        # whole run.
+        # _left: how many steps may still run with hooks if no further step is skipped.
+        # _budget: how many steps of this run may still run with hooks.
         self._left, self._budget = 0, STEPS_IN_ALL
         self._open = ExitStack()
 
@@ -71,7 +75,7 @@ class ModuleWatch:
         self._log.subscribe(self._look, first=True)
 
     def follow(self, models: Sequence[nn.Module]) -> None:
-        """Watch these models instead, from now on."""
+        """Stop watching the present models, and watch these models from now on."""
         self._rest()
         self._hooks = ModuleHooks(models, self._measure)
 
@@ -96,7 +100,7 @@ class ModuleWatch:
         self._forget()
 
     def _look(self, step: StepResult) -> None:
-        """Look at a finished step: if it was skipped, name the module and keep the hooks for more steps."""
+        """Look at a finished step. If the step was skipped, name the module and keep the hooks."""
         with only_warning("the watch of modules", self.close):
             was_on = self._left > 0
             self._budget -= was_on
@@ -117,8 +121,8 @@ class ModuleWatch:
         self._measured.clear()
 
     def _begin(self) -> None:
-        # With this context the result of each step is known before the next step begins. So all numbers that
-        # the hooks have collected by then belong to the step that has just ended.
+        # Within this context, the log knows whether a step was skipped before the next step begins.
+        # So all magnitudes that the hooks have collected belong to the step that has just ended.
         self._open.enter_context(self._log.watched())
         self._hooks.open()
         self._open.callback(self._hooks.close)
@@ -135,11 +139,14 @@ class ModuleWatch:
             self._add(name, "output", outputs)
             if torch.is_grad_enabled():
                 nodes = {output.grad_fn: output.output_nr for output in outputs if output.grad_fn is not None}
-                for node in nodes:  # hooks on nodes; hooks on the tensors could be seen by the user
+                for node in nodes:  # a hook on the tensor itself would be visible to the user's code
                     node.register_prehook(partial(self._measure_gradients, name))
 
     def _is_new(self, tensor: Tensor) -> bool:
-        """Return whether a tensor was not measured yet. Most inputs are the output of another module."""
+        """Return whether a tensor was not measured yet.
+
+        Most inputs have been measured before, as the output of another module.
+        """
         version = 0 if tensor.is_inference() else tensor._version
         known, known_version = self._measured.get(id(tensor), (None, 0))
         if known is not None and known() is tensor and known_version == version:
@@ -165,7 +172,7 @@ class ModuleWatch:
     # -- on the CPU --------------------------------------------------------------------------
 
     def _found(self) -> FirstModules:
-        """Read the numbers of this step, with a host sync, and say where the first nan or inf was."""
+        """Read the magnitudes of this step, with a host sync, and say where the first nan or inf was."""
         values = _on_host([number for *_, number in self._numbers])
         places = [(module, what) for module, what, _ in self._numbers]
         seen = [(*place, value) for place, value in zip(places, values, strict=True)]
@@ -192,7 +199,7 @@ def _sentence(seen: Sequence[tuple[str, str, float]]) -> str:
 
 
 def _is_traced() -> bool:
-    """Return whether a call is traced, transformed by functorch, or a recomputation by a checkpoint."""
+    """Return whether a module call is traced, transformed by functorch, or recomputed by checkpointing."""
     in_backward = torch._C._current_graph_task_id() != -1
     return (
         in_backward
@@ -202,7 +209,7 @@ def _is_traced() -> bool:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Return the first tensors in nested containers whose values can be read."""
+    """Return the tensors in nested containers whose values can be read, at most 8 of them."""
     found = [
         leaf
         for leaf in tree_leaves(values)
@@ -215,7 +222,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _on_host(numbers: Sequence[Tensor]) -> list[float]:
-    """Copy numbers to the CPU, with one copy for each device and dtype."""
+    """Copy 0-dim tensors to the CPU, with one copy for each device and dtype."""
     values = [0.0] * len(numbers)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, number in enumerate(numbers):

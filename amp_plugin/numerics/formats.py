@@ -1,4 +1,4 @@
-"""Measure what a format below 16 bits does to the operands of a Linear layer: range, scales, underflow."""
+"""Measure how formats below 16 bits, such as fp8, change the operands of Linear layers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ Key = tuple[str, str]  # module, operand
 
 @dataclass(slots=True)
 class OperandRange:
-    """What a format does to one operand of a layer, over all calls.
+    """Measurements of how a format changes one operand of a layer, over all calls.
 
     Attributes:
-        format: ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``.
+        format: The name of the format, which is ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``.
         calls: The number of calls that were measured.
         largest: The largest finite magnitude (amax).
-        smallest_scale: The smallest scale. A scale is the factor that the codes are multiplied by.
+        smallest_scale: The smallest scale. A scale is the factor by which the 4- or 8-bit codes are
+            multiplied.
         largest_scale: The largest scale.
         elements: The number of elements in all calls.
-        underflowed: The number of elements that are not 0 and that the format rounds to 0.
+        underflowed: The number of nonzero elements that the format rounds to 0.
     """
 
     format: str
@@ -44,7 +45,7 @@ class OperandRange:
     underflowed: int = 0
 
     def add(self, matrix: Tensor, *, is_gradient: bool) -> None:
-        """Measure one operand. It is rounded along its last dimension."""
+        """Measure one operand. Scales are computed along its last dimension."""
         codes = quantize(matrix.contiguous(), self.format, is_gradient=is_gradient)
         scales = codes.scales[codes.scales.isfinite() & (codes.scales > 0)]
         self.calls += 1
@@ -57,7 +58,7 @@ class OperandRange:
 
     @property
     def underflow(self) -> float:
-        """The share of elements that underflow."""
+        """The fraction of all elements that underflow to 0."""
         return self.underflowed / self.elements if self.elements else 0.0
 
     def __str__(self) -> str:
@@ -69,7 +70,7 @@ class OperandRange:
 
 
 def input_range(name: str, given: Sequence[Any]) -> OperandRange:
-    """Measure what a format does to the input of a layer: the first tensor among its arguments."""
+    """Measure how a format changes the input of a layer, which is the first tensor among its arguments."""
     found = OperandRange(name)
     tensor = next((leaf for leaf in given if isinstance(leaf, Tensor)), None)
     if tensor is not None:
@@ -85,9 +86,9 @@ def _measure(found: OperandRange, tensor: Tensor, *, is_gradient: bool) -> None:
 
 
 class FormatLog:
-    """Measures the operands of converted layers while it is open. See ``log_formats``.
+    """Measures the operands of layers that ``convert`` has converted. See ``log_formats``.
 
-    It can be used as an observer of a :class:`~amp_plugin.numerics.op.Region` or as a context manager.
+    A log can be an observer of a :class:`~amp_plugin.numerics.op.Region`, or be used as a context manager.
     """
 
     def __init__(self, tracker: Tracker) -> None:
@@ -105,7 +106,7 @@ class FormatLog:
         self._own.close()
 
     def open(self, stack: ExitStack) -> None:
-        """Register a hook, which the exit stack will remove."""
+        """Register a hook for all modules, which ``stack`` removes when it is closed."""
         stack.callback(register_module_forward_hook(self._called).remove)
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -117,7 +118,7 @@ class FormatLog:
         self._add(path, "input", name, args[0])
         self._add(path, "weight", name, layer.weight)
         if isinstance(output, Tensor) and output.requires_grad:
-            add = partial(self._add, path, "gradient", name)  # works even if backward runs after the region
+            add = partial(self._add, path, "gradient", name)  # also works if backward runs after the region
             output.register_hook(add)  # type: ignore[no-untyped-call]
 
     def _add(self, path: str, operand: str, name: str, tensor: Tensor) -> None:
@@ -125,11 +126,11 @@ class FormatLog:
         _measure(found, tensor, is_gradient=operand == "gradient")
 
     def ranges(self) -> dict[Key, OperandRange]:
-        """Return the range of each (module, operand), in the order of the first calls."""
+        """Map each (module, operand) to its measurements, in the order of the first calls."""
         return dict(self._ranges)
 
     def format_of(self, path: str) -> str:
-        """Return the format of the layer at this path; empty if it is not below 16 bits."""
+        """Return the format of the layer at this path; empty if the layer computes in 16 bits or more."""
         return next((found.format for (module, _), found in self._ranges.items() if module == path), "")
 
     def table(self) -> Table:
@@ -146,7 +147,7 @@ class FormatLog:
         return table
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """Return the rows as values that JSON can hold."""
+        """Return the measurements as values that JSON can hold."""
         return [
             {"module": module, "operand": operand, "underflow": found.underflow, **as_json(found)}
             for (module, operand), found in self._ranges.items()
@@ -154,18 +155,18 @@ class FormatLog:
 
 
 def log_formats(model: nn.Module | None = None) -> FormatLog:
-    """Measure what formats below 16 bits do to the operands of converted layers in a region.
+    """Measure how formats below 16 bits change the operands of converted layers in a region.
 
     The input, the weight and the gradient of the output are measured for each layer that ``convert`` or
-    ``precision=`` has converted. The measurements are amax, the range of the scales, and the share of
+    ``precision=`` has converted. The measurements are amax, the range of the scales, and the fraction of
     elements that become 0. The program's numbers do not change. Each call waits for the device.
 
     Args:
-        model: The model, which gives the module names. By default names begin with the class of the outermost
-            module that is called.
+        model: The model from which module names are taken. By default, names begin with the class of the
+            outermost module that is called.
 
     Returns:
-        A context manager. Read it with ``ranges()``, ``table()`` and ``to_dict()``.
+        A context manager. Its methods ``ranges()``, ``table()`` and ``to_dict()`` return the measurements.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Find out whether the weights of a model have grown so much that the training diverges."""
+"""Find out whether a model's weights have grown so much that training diverges."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from amp_plugin.numerics.values import norm
 
 GROWN: Final = 8.0
-"""If a weight's norm has grown by this factor since it was first seen, the training has diverged."""
+"""If a weight's norm has grown by this factor since it was first measured, training has diverged."""
 
 DIVERGES: Final = "the training diverges. Lower the learning rate, warm it up, or clip gradients."
 
 
 def grown(factor: float) -> str:
-    """Return the start of a sentence on the growth of the weights, or ``""`` if they have not grown much."""
+    """Return the beginning of a sentence about grown weights, or ``""`` if they have not grown much."""
     return f"weights are {factor:.3g} times as large as at the start: " if factor >= GROWN else ""
 
 
@@ -30,23 +30,25 @@ def is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def growth_of(tensor: Tensor, begun: float) -> float:
-    """Return the factor by which a weight's norm has grown from ``begun``. Infinite if it is not finite now.
+    """Return the factor by which a weight's norm has grown from ``begun``.
 
-    A weight that began near 0 is compared with one whose elements are 0.1, a usual size of initial weights.
+    The factor is infinite if the norm is no longer finite.
+
+    If a weight began near 0, it is compared with a weight whose elements are all 0.1, a usual initial size.
     """
     factor = norm(tensor) / max(begun, 0.1 * math.sqrt(tensor.numel()))
     return math.inf if math.isnan(factor) else factor
 
 
 class WeightGrowth:
-    """Remembers the initial norms of models' weights to measure their growth. It keeps no model alive."""
+    """Keeps the initial norms of weights, to measure how much the weights grow. It keeps no model alive."""
 
     def __init__(self, models: Iterable[nn.Module] = ()) -> None:
         self._begun: weakref.WeakKeyDictionary[nn.Module, dict[str, float]] = weakref.WeakKeyDictionary()
         self.add(models)
 
     def add(self, models: Iterable[nn.Module]) -> None:
-        """Measure the weights of models that were not added before."""
+        """Store the norms of the weights of models that were not added before."""
         for model in models:
             if model not in self._begun:
                 named = model.named_parameters()
@@ -57,7 +59,7 @@ class WeightGrowth:
         return type(self), ()
 
     def factor(self) -> float:
-        """Return the largest factor by which a weight has grown. This waits for the device."""
+        """Return the largest factor by which a weight's norm has grown. This waits for the device."""
         most = 1.0
         for model, begun in self._begun.items():
             for name, param in model.named_parameters():
@@ -66,6 +68,6 @@ class WeightGrowth:
         return most
 
     def advice(self) -> str:
-        """Return what to do if the weights have grown, or ``""`` if they have not grown much."""
+        """Return a text that says what to do, or ``""`` if the weights have not grown much."""
         text = grown(self.factor())
         return text and f"{text[0].upper()}{text[1:]}{DIVERGES}"

@@ -189,8 +189,8 @@ def test_integers_that_differ_are_counted() -> None:
 
     with CompiledComparison() as comparison:
         torch.compile(pick, backend=changing("relu", 0, -1.0))(torch.tensor([1.0, 2.0, 3.0]))
-    assert comparison.not_compared == {"a result of integers, which differs": 1}
-    assert "which differs (1 call)" in comparison.report()
+    assert comparison.not_compared == {"an integer result, which differs from eager code": 1}
+    assert "differs from eager code (1 call)" in comparison.report()
 
 
 def test_a_number_of_a_bf16_graph_is_not_blamed_for_luck() -> None:

@@ -77,7 +77,7 @@ def test_a_finding_in_a_converted_layer_names_its_format() -> None:
         model(x).sum().backward()
     found = diagnosis.findings[0]
     assert (found.module, found.format) == ("0", "fp8")
-    assert "  format  fp8; formats={'0': 'bf16'} computes this layer in bf16" in str(found)
+    assert "  format  fp8; with formats={'0': 'bf16'} this layer computes in bf16" in str(found)
     assert found.to_dict()["format"] == "fp8"
 
 

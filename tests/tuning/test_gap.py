@@ -219,7 +219,7 @@ NAMED = {
     "head in bf16": r"the head computes in bfloat16",
     "softmax in bf16": r"scores and probabilities of the attention are rounded to bfloat16",
     "residual in bf16": r"the residual stream is kept in bfloat16",
-    "scale after the cast": r"multiplies the query by the scale after its cast",
+    "scale after the cast": r"multiplies the query by the scale after casting the query",
     "cache in fp8": r"keys and values of the attention are kept in fp8",
     "top-p": r"top-p: the recorded log-probabilities were computed with top-p 0.9",
     "temperature": r"temperature: the recorded log-probabilities were computed with temperature 0.7",
