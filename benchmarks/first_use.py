@@ -43,7 +43,7 @@ class FirstUse(Section):
     """Time the compilation of the native core on all CPU cores, and the loading of the compiled core."""
 
     key = "first_use"
-    timing = "wall time in a process of its own"
+    timing = "wall time in a fresh process"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
         """Yield the first use on a machine, which a smoke test omits, and the first use in a process."""
