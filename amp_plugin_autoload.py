@@ -1,16 +1,17 @@
-"""What ``import torch`` calls in every program, by the entry point ``torch.backends``.
+"""Defines the function that ``import torch`` calls through the entry point group ``torch.backends``.
 
-It is a module of its own, next to the package, and imports nothing unless one of two variables is set. So
-nothing that is wrong with the package can stop ``import torch``.
+This module is not part of the package amp_plugin. It imports amp_plugin only if one of two environment
+variables is set. So a broken installation of amp_plugin cannot make ``import torch`` fail.
 """
 
 import os
 
 
 def bind() -> None:
-    """Do what ``AMP_PLUGIN_RULES`` and ``AMP_PLUGIN_TAKEOVER`` say; print a line if amp_plugin is broken.
+    """Apply the variables ``AMP_PLUGIN_RULES`` and ``AMP_PLUGIN_TAKEOVER``.
 
-    An OptionError says that the value of a variable is wrong: whoever has set it has asked for it.
+    If amp_plugin is broken, this function only prints a line. If a variable has a wrong value, it raises
+    OptionError, because the user has set that variable.
     """
     given = [name for name in ("AMP_PLUGIN_RULES", "AMP_PLUGIN_TAKEOVER") if os.environ.get(name)]
     if not given:
@@ -26,7 +27,7 @@ def bind() -> None:
 
 
 def _say(text: str) -> None:
-    import contextlib  # noqa: PLC0415 - seldom needed
+    import contextlib  # noqa: PLC0415 - rarely needed
     import sys  # noqa: PLC0415
 
     with contextlib.suppress(Exception):  # standard error may be closed

@@ -1,8 +1,8 @@
 """Automatic mixed precision for PyTorch, Lightning and Accelerate.
 
-Public names are loaded at their first use. So importing this package compiles nothing, imports no framework
-and does not touch a GPU. The names of an adapter need its framework. ``__all__`` contains them only if the
-framework is installed.
+Public names are imported lazily, when they are first used. So the import of amp_plugin compiles nothing,
+imports no framework and does not touch a GPU. The names for a framework need that framework, and ``__all__``
+contains them only if it is installed.
 
 Example:
     >>> import amp_plugin
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from amp_plugin.weights.store import restore_weights as restore_weights
     from amp_plugin.weights.store import store_weights as store_weights
 
-# A release drops ".dev0". The commit after it sets the next version, with ".dev0".
+# A release removes ".dev0". The commit after a release sets the next version with ".dev0".
 __version__ = "0.4.0.dev0"
 
-_NAMES = {  # by the module they live in
+_NAMES = {  # maps modules to their public names
     "casting.cast_log": ("log_casts",),
     "casting.custom_function": ("custom_bwd", "custom_fwd"),
     "casting.rules_in_force": ("set_default_rules",),
@@ -114,11 +114,11 @@ __all__ = ["__version__", *sorted([*_HOME, *_INSTALLED])]  # noqa: PLE0604 - nam
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from the module it lives in."""
+    """Import a public name from its module."""
     if name in _ADAPTERS:
-        return _from_adapter(name)  # not stored: the name depends on which Lightning is imported
+        return _from_adapter(name)  # not cached: depends on the Lightning package in use
     if name not in _HOME:
-        from amp_plugin.messages import did_you_mean  # noqa: PLC0415 - the package imports nothing
+        from amp_plugin.messages import did_you_mean  # noqa: PLC0415 - lazy imports
         from amp_plugin.removed import reason  # noqa: PLC0415
 
         if removed := reason(f"amp_plugin.{name}"):
@@ -136,7 +136,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _from_adapter(name: str) -> Any:
-    """Load a name of an adapter."""
+    """Import a public name of a framework's adapter."""
     framework = _ADAPTERS[name]
     try:
         return getattr(importlib.import_module(f"amp_plugin.adapters.{framework}"), name)

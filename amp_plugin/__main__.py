@@ -1,4 +1,4 @@
-"""``python -m amp_plugin`` runs the command ``amp-plugin``, even if the package is not installed."""
+"""Makes ``python -m amp_plugin`` run the command ``amp-plugin``, also from a source folder."""
 
 from amp_plugin.cli import app
 

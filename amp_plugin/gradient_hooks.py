@@ -1,7 +1,8 @@
-"""Gradient hooks that see gradients without the loss scale.
+"""Passes unscaled gradients to gradient hooks.
 
-Hooks run while gradients are still multiplied by the loss scale. Tools that draw gradients from hooks, such
-as ``wandb.watch``, then show numbers that are 65 536 times too large, and that jump when the scale changes.
+Torch runs gradient hooks while gradients are still multiplied by the loss scale. So tools that plot gradients
+from hooks, such as ``wandb.watch``, show numbers that are 65 536 times too large. These numbers also jump
+when the loss scale changes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from amp_plugin.patches import replaced
 
-# The methods that register hooks, and which argument of the hook its result replaces.
+# The methods that register hooks, and the index of the hook's argument that its result replaces.
 _REGISTER: Final = (
     (Tensor, "register_hook", 0),
     (nn.Module, "register_full_backward_hook", 1),
@@ -27,19 +28,21 @@ _REGISTER: Final = (
 
 @contextmanager
 def unscaled_hooks(scaler: Any) -> Iterator[None]:
-    """Give gradient hooks that are registered inside the block gradients without the loss scale.
+    """Pass unscaled gradients to all gradient hooks that are registered inside the block.
 
-    A gradient that such a hook returns, or changes in place, is multiplied by the loss scale again. Hooks
-    registered outside the block are left alone. The block need not be open during training.
+    If such a hook returns a gradient or changes it in place, the result is multiplied by the loss scale
+    again. Hooks that are registered outside of the block do not change. The block only has to be open while
+    hooks are registered, not during training.
 
-    It covers ``register_hook`` of tensors, and ``register_full_backward_hook`` and
-    ``register_full_backward_pre_hook`` of modules. Hooks of ``register_post_accumulate_grad_hook`` see the
-    scaled ``.grad``. A float16 gradient is passed as float32, so that small numbers stay. Every backward pass
-    that reaches the hooks must be the gradient of a loss with the default loss scale. No host sync.
+    The block affects ``register_hook`` of tensors, and ``register_full_backward_hook`` and
+    ``register_full_backward_pre_hook`` of modules. Hooks of ``register_post_accumulate_grad_hook`` still see
+    the scaled ``.grad``. Float16 gradients are passed as float32, so that small numbers are not lost. Every
+    backward pass that reaches the hooks must start from a loss with the default loss scale. The hooks cause
+    no host sync.
 
     Args:
-        scaler: A GradScaler, of amp_plugin or of torch; or a Fabric or Trainer plugin, or an AmpAccelerator.
-            If it scales no loss, the hooks get the gradients as they are.
+        scaler: A GradScaler of amp_plugin or torch, a plugin for Fabric or the Trainer, or an AmpAccelerator.
+            If it scales no loss, gradients are passed unchanged.
 
     Example:
         >>> from amp_plugin import GradScaler, unscaled_hooks
@@ -53,7 +56,7 @@ def unscaled_hooks(scaler: Any) -> Iterator[None]:
     """
 
     def scale_of() -> Tensor | None:
-        present = getattr(scaler, "scaler", scaler)  # a framework may set its scaler later
+        present = getattr(scaler, "scaler", scaler)  # frameworks may set it later
         return present._scale if present is not None and present.is_enabled() else None
 
     with ExitStack() as undo:
@@ -65,7 +68,7 @@ def unscaled_hooks(scaler: Any) -> Iterator[None]:
 def _registering(
     register: Callable[..., Any], scale_of: Callable[[], Tensor | None], changed: int
 ) -> Callable[..., Any]:
-    """Return a method that registers an unscaled version of a hook."""
+    """Return a registration method whose hooks get unscaled gradients."""
 
     @functools.wraps(register)
     def registered(owner: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +80,7 @@ def _registering(
 def _unscaled(
     hook: Callable[..., Any], scale_of: Callable[[], Tensor | None], changed: int
 ) -> Callable[..., Any]:
-    """Return a hook that passes gradients divided by the scale to another hook."""
+    """Return a hook that divides gradients by the loss scale and passes them to ``hook``."""
 
     @functools.wraps(hook)
     def unscaled(*args: Any) -> Any:
@@ -98,7 +101,7 @@ def _wide(grad: Tensor) -> Tensor:
 
 
 def _scaled(result: Any, given: Any, scale: Tensor) -> Any:
-    """Return a hook's result times the scale, in the dtype of the gradient that was passed to the hook."""
+    """Return a hook's result times the loss scale, in the dtype of the original gradient."""
     if isinstance(result, Tensor):
         first = given if isinstance(given, Tensor) else next(grad for grad in given if grad is not None)
         product: Tensor = result * scale.to(result.device)

@@ -1,4 +1,4 @@
-"""Shared by all messages: hints for misspelt names, errors about options, warnings at the user's line."""
+"""Creates hints for misspelt names, errors about options, and warnings at the user's line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 Made = TypeVar("Made")
 
-_LEAST_ALIKE: Final = 0.55  # share of common letters; "init" and "init_scale" have about this much
+_LEAST_ALIKE: Final = 0.55  # similarity of "init" and "init_scale"
 
 
 def did_you_mean(
@@ -24,9 +24,9 @@ def did_you_mean(
     at_most: int = 1,
     separator: str = "; ",
 ) -> str:
-    """Return ``"; did you mean X?"`` with the known names nearest to ``given``; ``""`` if none is near.
+    """Return ``"; did you mean X?"`` with the known names most similar to ``given``, or ``""``.
 
-    ``aliases`` are other words for known names. They win over names that look alike.
+    ``aliases`` maps other words to known names. An alias takes precedence over similar names.
     """
     alias = (aliases or {}).get(str(given))
     near = [alias] if alias else difflib.get_close_matches(str(given), list(known), at_most, _LEAST_ALIKE)
@@ -36,14 +36,14 @@ def did_you_mean(
 class OptionError(ValueError, TypeError):
     """An option has a value that is not allowed.
 
-    It is also a TypeError, because releases before 0.4 raised TypeError for a value of the wrong type.
+    The error is also a TypeError, because releases before 0.4 raised TypeError for values of a wrong type.
 
     Attributes:
         option: the option's name.
         value: the value that was given.
         allowed: a description of the allowed values.
-        source: where the option was set: ``"argument"``, the name of an environment variable,
-            ``AMP_PLUGIN_CONFIG=<file>``, or an object that holds options, such as ``"AmpKwargs"``.
+        source: the place where the option was set. It is ``"argument"``, the name of an environment variable,
+            ``AMP_PLUGIN_CONFIG=<file>``, or an object with options such as ``"AmpKwargs"``.
 
     Example:
         >>> from amp_plugin import GradScaler, OptionError
@@ -57,18 +57,18 @@ class OptionError(ValueError, TypeError):
     def __init__(
         self, option: str, value: object, allowed: str, text: str = "", others: tuple[str, ...] = ()
     ) -> None:
-        # Copies and pickles are made from these arguments.
+        # Copies and pickles of the error are made from these arguments.
         super().__init__(option, value, allowed, text, others)
         self.option, self.value, self.allowed = option, value, allowed
         self.source = "argument"
         self._text = text or f"{option}={value!r} is not allowed; give {allowed}"
-        self._others = others  # other options that do not allow this value
+        self._others = others  # other options that conflict with it
 
     def __str__(self) -> str:
         return self._text
 
     def set_by(self, sources: Mapping[str, str]) -> None:
-        """Add where the option was set to the error's text. ``sources`` maps an option to its source."""
+        """Add the place where the option was set to the error's text. ``sources`` maps options to places."""
         options = (self.option, *self._others)
         named = [name for name in options if sources.get(name, self.source) != "argument"]
         if named and self.source == "argument":
@@ -78,7 +78,7 @@ class OptionError(ValueError, TypeError):
 
 @contextmanager
 def naming(sources: Mapping[str, str]) -> Iterator[None]:
-    """Add the source of an option to errors raised in the block. ``sources`` maps an option to its source."""
+    """Add the place where an option was set to errors in the block. ``sources`` maps options to places."""
     try:
         yield
     except OptionError as error:
@@ -98,11 +98,11 @@ OTHERS_CODE: Final = {
     ),
     *("pytorch_lightning", "torch", "transformers", __name__.partition(".")[0]),
 }
-"""Packages whose lines would not help a user: this one, and those that call it."""
+"""Packages whose lines warnings do not show: amp_plugin, and the packages that call it."""
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the innermost caller outside this package, torch and the frameworks."""
+    """Warn at the line of the innermost caller outside of amp_plugin, torch and the frameworks."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_others(frame):
         frame, level = frame.f_back, level + 1
@@ -110,7 +110,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def warned_at_user(make: Callable[..., Made], *args: Any) -> Made:
-    """Call a function of torch, and show its warnings at the user's line."""
+    """Call a function of torch, and show its warnings at the line of the user's code."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made = make(*args)
@@ -125,10 +125,10 @@ def _is_others(frame: FrameType) -> bool:
 
 @contextmanager
 def only_warning(what: str, end: Callable[[], object]) -> Iterator[None]:
-    """Catch an error of code that only watches a run: warn once and call ``end``. The run goes on."""
+    """Turn errors of code that only observes a run into a warning, and call ``end``. The run continues."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - whatever it is, the run is not at fault
+    except Exception as error:  # noqa: BLE001 - no error of an observer may end a run
         with suppress(Exception):
             end()
         warn_user(f"{what} has ended: {type(error).__name__}: {error}; training goes on")

@@ -1,6 +1,6 @@
-"""The known mistakes with mixed precision. The text of each is written once, here.
+"""Defines the texts about known mistakes with mixed precision, for checks and error messages.
 
-``amp-plugin check`` finds them in source code. Errors and warnings at run time use the same texts.
+``amp-plugin check`` finds these mistakes in source code. Errors and warnings at run time use the same texts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Final
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mistake:
-    """One mistake.
+    """The texts about one mistake.
 
     Attributes:
-        name: a short name, which is also the anchor of its section in the docs.
-        what: what is wrong, as a statement about the program.
-        instead: what to do, in the imperative.
-        is_harmless: True if training stays correct. Reports then show a warning instead of an error.
+        name: a short name of the mistake, which is also the anchor of its section in the docs.
+        what: what is wrong, worded as a statement about the program.
+        instead: what to do instead, worded in the imperative.
+        is_harmless: True if training stays correct. In this case reports show a warning instead of an error.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Mistake:
     is_harmless: bool = False
 
     def instead_with(self, scaler: str, optimizer: str) -> str:
-        """Return what to do, with the names that a program gives to its scaler and its optimizer."""
+        """Return what to do instead, with the program's names for its scaler and its optimizer."""
         names = {"scaler": scaler, "optimizer": optimizer}
         return re.sub(r"\b(scaler|optimizer)\b", lambda found: names[found[0]], self.instead)
 

@@ -1,4 +1,4 @@
-"""Patches: replace an attribute for a while, or make new instances of a library's class ours too."""
+"""Replaces attributes temporarily, and makes new instances of a library's class amp_plugin's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set an attribute of a class, module or function for a block, then restore the old value."""
+    """Set an attribute of a class, module or function inside a block, then restore the old value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -24,7 +24,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """Restore Python's and NumPy's random states after a block; some libraries draw numbers on import."""
+    """Restore the random states of Python and NumPy after a block. Some libraries draw numbers on import."""
     python, numpy = random.getstate(), getattr(sys.modules.get("numpy"), "random", None)
     numpys = None if numpy is None else numpy.get_state()
     try:
@@ -44,10 +44,10 @@ def standing_in(
     arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]],
     made: Callable[[Any], object] = id,
 ) -> Iterator[None]:
-    """Make each new instance of ``theirs`` an instance of ``ours`` too.
+    """Make each new instance of the class ``theirs`` also an instance of ``ours``.
 
-    The same holds for instances of its subclasses. Subclasses for which ``may_take`` is False are left out.
-    The name ``theirs`` still means the same class, so ``isinstance``, subclassing and pickling keep working.
+    Instances of subclasses are included, except of subclasses for which ``may_take`` returns False. The class
+    ``theirs`` is not replaced, so ``isinstance``, subclassing and pickling keep working.
     """
     original = theirs.__init__  # type: ignore[misc]
 
@@ -68,12 +68,12 @@ def standing_in(
 
 @functools.cache
 def class_between(ours: type, kind: type) -> type:
-    """Return a class whose method order is: the subclass's, then ours, then the library's."""
+    """Return a subclass of ``kind`` in which methods of ``ours`` override those of the library's class."""
     if kind in ours.__mro__:
         return ours
 
-    def __reduce__(self: Any) -> tuple[Any, ...]:  # noqa: N807 - this class is found by no name
-        has_own = hasattr(self, "__getstate__")  # every object has one from Python 3.11 on
+    def __reduce__(self: Any) -> tuple[Any, ...]:  # noqa: N807 - no module has the class by name
+        has_own = hasattr(self, "__getstate__")  # always True from Python 3.11 on
         return _made, (ours, kind), self.__getstate__() if has_own else vars(self)
 
     return type(kind.__name__, (kind, ours), {"__module__": kind.__module__, "__reduce__": __reduce__})

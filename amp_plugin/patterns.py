@@ -1,4 +1,4 @@
-"""Patterns that choose modules by name or class. All options use them, with the same errors."""
+"""Selects modules by patterns of names or by class, for all options that name modules."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _WRAPPED: Final = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_
 
 
 def clean_name(name: str) -> str:
-    """Return a module's name without the names of wrappers, as it is in the unwrapped model."""
+    """Return the name that a module has in the unwrapped model, without the names of wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def matched_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
-    """Return a dict from name to module of the submodules that match a pattern.
+    """Return the submodules that match a pattern, as a dict from name to module.
 
-    A pattern is either a shell pattern for names, such as ``"blocks.*.norm"``, or the name of a class or base
-    class, such as ``"LayerNorm"``. The dict has the order of ``named_modules``. Names are those that modules
-    have before FSDP, activation checkpointing or torch.compile wraps them. ``torch.nn.Module`` does not count
-    as a base class.
+    A pattern is a shell pattern for names, such as ``"blocks.*.norm"``, or the name of a class or base class,
+    such as ``"LayerNorm"``. The dict has the order of ``named_modules()``. The names are those that modules
+    have without the wrappers of FSDP, activation checkpointing and torch.compile. ``torch.nn.Module`` does
+    not count as a base class.
     """
     patterns = list(patterns)
     return {
@@ -36,14 +36,14 @@ def matched_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.M
 
 
 def found_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """Return the patterns that match at least one submodule of a model."""
+    """Return those patterns that match at least one submodule of a model."""
     return [pattern for pattern in patterns if matched_modules(model, [pattern])]
 
 
 def require_matches(
     models: Sequence[nn.Module], patterns: Iterable[str], *, option: str = "fp32_modules"
 ) -> None:
-    """Raise unless each pattern, given by ``option``, matches a submodule of one of the models."""
+    """Raise ValueError if a pattern matches no submodule of any model. The error names ``option``."""
     patterns = list(patterns)
     found = {pattern for model in models for pattern in found_patterns(model, patterns)}
     missing = next((pattern for pattern in patterns if pattern not in found), None)

@@ -1,4 +1,4 @@
-"""Names of dtypes and precisions, ours and other libraries'."""
+"""Translates and checks the names of dtypes and precisions, including those of other libraries."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ReduceName = Literal["fp32", "bf16"]
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _SHORT: Final = {**{dtype: name for name, dtype in DTYPES.items()}, torch.float64: "fp64"}
 BELOW_16_BITS: Final = ("fp8", "fp8-rowwise", "mxfp8", "nvfp4")
-# Maps a precision to the dtype of autocast in training. Below 16 bits, this dtype applies outside converted
-# layers.
+# Maps each precision to the dtype of autocast in training.
+# For formats below 16 bits it is the dtype of all ops outside of converted layers.
 TRAINING_DTYPES: Final = {**DTYPES, **dict.fromkeys(BELOW_16_BITS, torch.bfloat16)}
 STOCK_NAMES: Final = {
     "fp16": "16-mixed",
@@ -51,12 +51,12 @@ _DOUBLE: Final = ("64", "64-true", "float64", "double", "fp64")
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """Return the short name of a dtype, ``"bf16"`` for ``torch.bfloat16``; torch's name if it has none."""
+    """Return a dtype's short name, such as ``"bf16"``. Dtypes without a short name keep torch's name."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def known_precision(given: object) -> PrecisionName | None:
-    """Return our name of a precision, given any library's name, a dtype, 16 or 32; None if it is unknown."""
+    """Return amp_plugin's name of a precision, or None if the name, dtype or number is unknown."""
     name = str(given).removeprefix("torch.")
     return cast("PrecisionName", name) if name in DTYPES else OTHER_NAMES.get(name)
 
@@ -64,7 +64,7 @@ def known_precision(given: object) -> PrecisionName | None:
 def checked_precision(
     option: str, given: object, *, words: Any = DTYPES, weights_in: str = "weights={!r}"
 ) -> PrecisionName:
-    """Return our name of a precision, given any library's name; raise OptionError if it is not allowed."""
+    """Return amp_plugin's name of a precision. Raise OptionError if the precision is not allowed."""
     known = known_precision(given)
     if known is not None:
         return known
@@ -94,7 +94,7 @@ def checked_precision(
 
 
 def checked_training_precision(given: object) -> TrainingPrecision:
-    """Return our name of a precision for training; raise OptionError if it is not one."""
+    """Return amp_plugin's name of a training precision. Raise OptionError if it is unknown."""
     if str(given) in {"fp8", "transformer-engine", "float8"}:
         return "fp8"
     if isinstance(given, str) and (given == "auto" or given in BELOW_16_BITS):
@@ -104,13 +104,13 @@ def checked_training_precision(given: object) -> TrainingPrecision:
 
 
 def weights_meant(precision: object, weights: WeightsName) -> WeightsName:
-    """Return how weights are stored: as the option says, or as the name of the precision implies."""
+    """Return how weights are stored. Names of precisions such as ``"bf16-true"`` override ``"fp32"``."""
     name = WEIGHTS_IN_16_BITS.get(str(precision))
     return cast("WeightsName", f"{name}-true") if name is not None and weights == "fp32" else weights
 
 
 def checked_word(option: str, given: Any, words: Any) -> Any:
-    """Return the word of a Literal that ``given``, maybe a torch.dtype, means; else raise ValueError."""
+    """Return the word of a Literal that ``given`` means, which may be a torch.dtype, or raise OptionError."""
     known, allowed = known_precision(given), get_args(words)
     name = known if isinstance(given, torch.dtype) else given
     if name in allowed:
@@ -122,7 +122,7 @@ def checked_word(option: str, given: Any, words: Any) -> Any:
 
 
 def refuse_other_precision(weights: str, precision: str, *, named: str = "precision") -> None:
-    """Raise if the model would compute in another dtype than the one of its stored weights."""
+    """Raise OptionError if a model would not compute in the dtype of its stored weights."""
     wanted = weights.partition("-")[0]
     if weights == "fp32" or wanted == precision:
         return
@@ -136,5 +136,5 @@ def refuse_other_precision(weights: str, precision: str, *, named: str = "precis
 
 
 def stores_all(weights: str) -> bool:
-    """Return whether all weights are stored in 16 bits, and not only those that autocast would cast."""
+    """Return whether this format stores all weights in 16 bits, and not only those that autocast casts."""
     return weights.endswith("-true")

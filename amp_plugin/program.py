@@ -1,4 +1,4 @@
-"""Runs a program, a file or a module, unchanged inside a context."""
+"""Runs a Python file or module unchanged, as the main program, inside a context manager."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from amp_plugin.patches import replaced
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """A program to run as the main program."""
+    """A Python file or module to run as the main program."""
 
-    name: str  # as the user wrote it
-    file: Path  # for a package, its __main__.py
-    module: str | None = None  # None if the user named a file
+    name: str  # as the user gave it
+    file: Path  # the __main__.py of a package
+    module: str | None = None  # None if the user gave a file
 
 
 def program_named(name: str, *, as_module: bool) -> Program:
-    """Return the program with this name: a Python file, or a module as ``python -m`` would find it here."""
+    """Return the program that the user named: a Python file, or a module as for ``python -m``."""
     if not as_module and Path(name).is_file():
         return Program(name=name, file=Path(name))
     place = _place_of(name)
@@ -44,7 +44,7 @@ def program_named(name: str, *, as_module: bool) -> Program:
 
 
 def _place_of(module: str) -> str | None:
-    """Return the path of the file that ``python -m module`` would run; None if there is none."""
+    """Return the path of the file that ``python -m module`` would run, or None."""
     with replaced(sys, "path", [str(Path.cwd()), *sys.path]), suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(module)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -54,12 +54,12 @@ def _place_of(module: str) -> str | None:
 
 
 _PARSERS: Final = {"argparse", "getopt", "importlib", "optparse", "runpy"}
-# Packages that do not read a program's arguments.
+# Packages that never read the command-line arguments of a program.
 _QUIET: Final = {"amp_plugin", "numpy", "torch", "torchvision"}
 
 
 def reads_arguments(name: str) -> bool:
-    """Return False if neither a Python file nor the modules that it imports can read arguments."""
+    """Return False if neither a Python file nor its imported modules can read command-line arguments."""
     try:
         nodes = [*ast.walk(ast.parse(Path(name).read_bytes()))]
     except (OSError, SyntaxError, ValueError):
@@ -80,13 +80,13 @@ def run_program(
     *,
     expected: type[BaseException] | tuple[type[BaseException], ...] = (),
 ) -> tuple[int, bool]:
-    """Run a file or a module as the main program; print its error as Python would.
+    """Run a file or module as the main program. If it raises, print the error as Python would.
 
-    ``__main__``, ``sys.argv`` and ``sys.path`` stay as the program set them, because its threads and atexit
-    handlers run after its last line. :func:`main_restored` restores them.
+    ``__main__``, ``sys.argv`` and ``sys.path`` are not restored here, because threads and atexit handlers of
+    the program run after its last line. :func:`main_restored` restores them.
 
     Returns:
-        The exit code, and whether the program ended with an error.
+        The exit code of the program, and whether it ended with an error.
     """
     code, failed = 0, False
     try:
@@ -98,7 +98,7 @@ def run_program(
             code = stop.code
         elif stop.code is not None:
             print(stop.code, file=sys.stderr)
-    except BaseException as error:  # noqa: BLE001 - the script's, KeyboardInterrupt too
+    except BaseException as error:  # noqa: BLE001 - of the program
         code, failed = 130 if isinstance(error, KeyboardInterrupt) else 1, True
         if not isinstance(error, expected):
             _print_error(error, program.file.absolute())
@@ -116,7 +116,7 @@ def main_restored() -> Iterator[None]:
 
 
 def _run_main(program: Program, arguments: Sequence[str]) -> None:
-    """Run the program as ``python FILE`` or ``python -m MODULE`` would."""
+    """Run a program as ``python FILE`` or ``python -m MODULE`` would."""
     if program.module is None:
         _enter_path(str(program.file.resolve().parent))
         file = str(program.file.absolute())
@@ -136,14 +136,14 @@ def _run_main(program: Program, arguments: Sequence[str]) -> None:
 
 
 def _enter_path(folder: str) -> None:
-    """Put a folder at the front of ``sys.path``, in place of the folder of the command."""
+    """Put a folder at the front of ``sys.path``, where it replaces the folder of the command."""
     ours = {"", str(Path.cwd()), str(Path(sys.argv[0] or ".").resolve().parent)}
     is_ours = bool(sys.path) and sys.path[0] in ours and not getattr(sys.flags, "safe_path", False)
     sys.path[: int(is_ours)] = [folder]
 
 
 def _code_of(file: str) -> CodeType:
-    """Return the code of a file: Python source, a compiled file, or an archive with a ``__main__``."""
+    """Return the code of a Python file, a compiled file, or an archive that contains a ``__main__``."""
     if zipfile.is_zipfile(file):
         sys.path[:1] = [file]
         return _module_code("__main__")[1]
@@ -166,7 +166,7 @@ def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _print_error(error: BaseException, script: Path) -> None:
-    """Print an error with its traceback from the script's first frame on, through ``sys.excepthook``."""
+    """Print an error by ``sys.excepthook``, with the traceback beginning at the program's first frame."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
         frames = frames.tb_next

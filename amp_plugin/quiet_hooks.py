@@ -1,8 +1,9 @@
-"""Hooks before an optimizer step that only look at the optimizer.
+"""Registers optimizer pre-step hooks that only observe the optimizer.
 
-Steps in one pass, and fused steps whose kernel divides the gradients, run no hooks before the step: at that
-time the gradients still carry the loss scale. Therefore an unknown hook prevents both kinds of step. A hook
-that neither reads gradients nor changes the optimizer is registered here. It prevents neither.
+Steps in one pass, and fused steps whose kernel divides the gradients, run no pre-step hooks, because
+gradients are still multiplied by the loss scale at that time. Therefore an unknown pre-step hook prevents
+both kinds of step. Hooks that neither read gradients nor change the optimizer are registered by this module,
+and prevent neither kind.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-_quiet: set[int] = set()  # ids of the handles; torch never uses an id twice
+_quiet: set[int] = set()  # ids of hook handles; torch never reuses them
 
 
 def register_quiet_hook(optimizer: Optimizer | None, hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a hook that runs before an optimizer step. Our own kinds of step may leave it out.
+    """Register a pre-step hook that steps of amp_plugin, such as steps in one pass, may skip.
 
     Args:
-        optimizer: The optimizer; None for all optimizers.
-        hook: A hook as for :meth:`torch.optim.Optimizer.register_step_pre_hook`.
+        optimizer: The optimizer, or None for all optimizers.
+        hook: A hook like those for :meth:`torch.optim.Optimizer.register_step_pre_hook`.
 
     Returns:
         A handle that removes the hook.
@@ -33,7 +34,7 @@ def register_quiet_hook(optimizer: Optimizer | None, hook: Callable[..., Any]) -
         handle = register_optimizer_step_pre_hook(hook)
     else:
         hooks: Any = optimizer._optimizer_step_pre_hooks
-        if type(hooks) is dict:  # some optimizers make a plain dict, which a handle cannot refer to
+        if type(hooks) is dict:  # handles need an OrderedDict
             optimizer._optimizer_step_pre_hooks = OrderedDict(hooks)
         handle = optimizer.register_step_pre_hook(hook)
     _quiet.add(handle.id)
@@ -41,6 +42,6 @@ def register_quiet_hook(optimizer: Optimizer | None, hook: Callable[..., Any]) -
 
 
 def has_only_quiet_hooks(optimizer: Optimizer) -> bool:
-    """Return whether all hooks before an optimizer's step are quiet. A wrapper may lack the dict of hooks."""
+    """Return whether all pre-step hooks of an optimizer were registered by :func:`register_quiet_hook`."""
     own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     return all(key in _quiet for key in chain(_global_optimizer_pre_hooks, own))

@@ -1,6 +1,6 @@
-"""Removed names, and what to use instead. Until 0.5, using one raises an error that says so.
+"""Lists removed names with their replacements. Until 0.5, their use raises an error with the replacement.
 
-One table holds names of the package, attributes of its classes, and keywords.
+The table contains names of the package, attributes of its classes, and keyword arguments.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ REMOVED: Final[dict[str, str]] = {
     "fold=": "call scaler.clip_and_step(optimizer, max_norm), which clips in the step",
     "fold_clip=": "call scaler.clip_and_step(optimizer, max_norm); the Trainer plugin does so by itself",
 }
-"""Maps a removed name to what to use instead, as the second half of a sentence."""
+"""Maps each removed name to its replacement, worded as the second half of an error message."""
 
 
 def reason(*places: str) -> str | None:
-    """Return the error text if one of these names was removed, else None."""
+    """Return the error message if one of these names was removed, else None."""
     for place in places:
         if place in REMOVED:
             return f"{place} was removed in 0.4: {REMOVED[place]}"
@@ -54,14 +54,14 @@ def reason(*places: str) -> str | None:
 
 
 def removed_attribute(self: object, name: str) -> Any:
-    """Raise AttributeError. For a removed attribute, say what to use. Serves as ``__getattr__``."""
+    """Raise AttributeError, as a ``__getattr__``. For removed attributes, the error names the replacement."""
     if removed := reason(*(f"{kind.__name__}.{name}" for kind in type(self).__mro__)):
         raise AttributeError(removed)
-    return object.__getattribute__(self, name)  # raises the usual error, or the error of a property
+    return object.__getattribute__(self, name)  # raises the usual error
 
 
 def refuse_removed(owner: str, keywords: Iterable[str]) -> None:
-    """Raise TypeError if a keyword was removed; ``owner`` is the name of the function that was called."""
+    """Raise TypeError if a keyword argument was removed. ``owner`` is the name of the called function."""
     for keyword in keywords:
         if (replaced_by := REMOVED.get(f"{keyword}=")) is not None:
             msg = f"{owner}({keyword}=...) was removed in 0.4: {replaced_by}"
@@ -69,7 +69,7 @@ def refuse_removed(owner: str, keywords: Iterable[str]) -> None:
 
 
 def without_removed_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function say what replaces a removed keyword."""
+    """Make a function raise an error with the replacement if a removed keyword is passed."""
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,1 +1,1 @@
-"""Linear layers that compute in formats below 16 bits, by torchao, and the choice of a format per layer."""
+"""Makes Linear layers compute in formats below 16 bits by torchao, with a choice of format per layer."""

@@ -1,8 +1,8 @@
-"""Choose a format for each Linear layer, and let torchao convert the layers.
+"""Chooses a format for each Linear layer, and converts the layers with torchao.
 
-Every entry point uses the same filter. The first pattern in ``formats`` that matches a layer decides its
-format. A layer that no pattern matches takes the default format. Layers in ``fp32_modules`` stay in fp32.
-Layers whose sizes a format cannot handle stay in 16 bits.
+The first pattern in ``formats`` that matches a layer decides the layer's format. If no pattern matches, the
+layer gets the default format. Layers in ``fp32_modules`` stay in fp32. Layers with sizes that a format does
+not support stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _INSTEAD: Final = "use 'bf16' instead"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """A format of Linear layers below 16 bits, as torchao trains in it.
+    """A format below 16 bits for training Linear layers with torchao.
 
     Attributes:
         side: ``in_features`` and ``out_features`` must be multiples of this.
-        rows: In training, the number of rows of an input (batch times sequence) must be a multiple of this.
-        config: Makes torchao's configuration from a recipe (or None) and ``emulate``.
-        convert: Makes torchao's layer from a Linear layer and a configuration. It keeps the parameters.
+        rows: In training, the number of input rows (batch times sequence) must be a multiple of this.
+        config: A function that returns torchao's configuration, given a recipe (or None) and ``emulate``.
+        convert: A function that returns torchao's layer, given a Linear layer and a configuration. The
+            parameters stay the same objects.
         kind: The class name of the converted layers.
     """
 
@@ -94,7 +95,7 @@ def _to_float8(layer: nn.Linear, config: Any) -> nn.Module:
 
 
 def _to_mxfp8(layer: nn.Linear, config: Any) -> nn.Module:
-    # quantize_(model, MXFP8TrainingOpConfig()) of torchao 0.18 drops the bias. MXFP8Linear keeps it.
+    # quantize_(model, MXFP8TrainingOpConfig()) of torchao 0.18 drops biases. MXFP8Linear keeps them.
     from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear  # noqa: PLC0415 - optional
 
     names = ("kernel_preference", "scale_calculation_mode", "wgrad_with_hp")
@@ -114,7 +115,7 @@ def _to_nvfp4(layer: nn.Linear, config: Any) -> nn.Module:
 
 
 def _like(layer: nn.Linear, make: Callable[[int, int], nn.Linear]) -> nn.Linear:
-    """Return a layer of another class with the same parameters."""
+    """Return a layer of another class that has the same parameters."""
     with torch.device("meta"):
         made = make(layer.in_features, layer.out_features)
     made.weight, made.bias = layer.weight, layer.bias
@@ -135,21 +136,21 @@ FORMATS: Final[dict[str, Format]] = {
     ),
     "nvfp4": Format(side=128, rows=128, config=_nvfp4_config, convert=_to_nvfp4, kind="NVFP4Linear"),
 }
-"""The formats that ``precision`` and ``formats`` take, besides ``"bf16"``."""
+"""Maps names to the formats that ``precision`` and ``formats`` accept besides ``"bf16"``."""
 
 _KINDS: Final = frozenset({*(known.kind for known in FORMATS.values()), EmulatedLinear.__name__})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerFormats:
-    """The filter that decides which Linear layer takes which format.
+    """Decides which Linear layers are converted to which format, and converts them.
 
     Attributes:
-        default: The format of layers that no pattern matches. ``"bf16"`` leaves them unconverted.
-        patterns: A format for each pattern of module names or class name. The first pattern that matches a
-            layer decides.
-        recipe: torchao's configuration or the name of a recipe, for the default format.
-        emulate: Emulate the formats. This is slow and works on any device.
+        default: The format of layers that match no pattern. ``"bf16"`` leaves these layers unconverted.
+        patterns: Maps patterns of module names, or class names, to formats. The first pattern that matches a
+            layer decides its format.
+        recipe: torchao's configuration for the default format, or the name of a recipe.
+        emulate: True emulates the formats, which is slow but works on any device.
 
     Raises:
         OptionError: A format or a recipe is unknown.
@@ -163,7 +164,7 @@ class LayerFormats:
     _configs: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the formats and the recipe, and that torchao is installed."""
+        """Check the formats and the recipe, and whether torchao is installed."""
         for name in self.names:
             if name not in {"bf16", *FORMATS}:
                 raise _unknown(name)
@@ -180,11 +181,11 @@ class LayerFormats:
 
     @property
     def names(self) -> list[str]:
-        """The formats that are used, the default first, each once."""
+        """The distinct formats that are used, with the default format first."""
         return [*dict.fromkeys([self.default, *self.patterns.values()])]
 
     def refuse_device(self, device_type: str) -> None:
-        """Raise ValueError if a format is not emulated and the device cannot compute in it."""
+        """Raise ValueError if the device cannot compute in a format that is not emulated."""
         for name, config in self._configs.items():
             if not _emulates(config) and not hardware_of(device_type).computes(name):
                 msg = (
@@ -194,19 +195,18 @@ class LayerFormats:
                 raise ValueError(msg)
 
     def require(self, models: Sequence[nn.Module]) -> None:
-        """Raise ValueError unless each pattern matches a module of one of the models."""
+        """Raise ValueError if a pattern matches no module of these models."""
         require_matches(models, self.patterns, option="formats")
 
     def of(self, model: nn.Module, left_out: Collection[str] = ()) -> dict[str, str]:
-        """Return the format of each Linear layer that will be converted, by name, in the model's order.
+        """Return a dict from the names of the Linear layers that will be converted to their formats.
 
         Args:
-            model: The model whose Linear layers are considered. Layers that are already converted are left
-                out.
-            left_out: Names of modules. The layers in them stay as they are.
+            model: The model with the Linear layers. Layers that are already converted are left out.
+            left_out: Names of modules whose layers are not converted.
 
         Raises:
-            ValueError: A pattern without wildcards names a layer whose sizes the format cannot handle.
+            ValueError: A pattern without wildcards names a layer whose sizes the format does not support.
         """
         matched = {pattern: {*matched_modules(model, [pattern])} for pattern in self.patterns}
         found = {}
@@ -226,7 +226,7 @@ class LayerFormats:
         return found
 
     def convert(self, model: nn.Module, left_out: Collection[str] = ()) -> dict[str, str]:
-        """Convert a model's layers in place. Return the format of each layer converted now, by name."""
+        """Convert a model's layers in place. Return a dict from the names of the layers to their formats."""
         formats = self.of(model, left_out)
         if not formats:
             if self._configs and not any(is_converted(module) for module in model.modules()):
@@ -284,7 +284,7 @@ def _unknown(name: object) -> OptionError:
 
 
 def _emulates(config: Any) -> bool:
-    """Return whether a configuration of torchao emulates. None stands for our emulation of nvfp4."""
+    """Return whether torchao's configuration emulates. None stands for EmulatedLinear."""
     if config is None:
         return True
     return bool(getattr(config, "emulate", False)) or "EMULATED" in str(
@@ -297,12 +297,12 @@ def _fits(layer: nn.Linear, side: int) -> bool:
 
 
 def is_converted(module: nn.Module) -> bool:
-    """Return whether a module is a converted Linear layer, of torchao or of amp_plugin."""
+    """Return whether a module is a converted Linear layer of torchao or amp_plugin."""
     return type(module).__name__ in _KINDS
 
 
 def format_of(module: nn.Module) -> str:
-    """Return the format that a converted layer computes in. It is ``""`` for any other module."""
+    """Return the format in which a converted layer computes, or ``""`` for any other module."""
     if not is_converted(module):
         return ""
     kind = type(module).__name__
@@ -313,14 +313,14 @@ def format_of(module: nn.Module) -> str:
 
 
 def is_within(name: str, modules: Collection[str]) -> bool:
-    """Return whether the module called ``name`` is one of ``modules`` or inside one of them."""
+    """Return whether the module ``name`` is one of ``modules``, or a submodule of one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
-    """Change the filter of Accelerate's AORecipeKwargs so that it leaves out the modules in ``names`` too.
+    """Make the filter of Accelerate's AORecipeKwargs also leave out the modules in ``names``.
 
-    If it has no filter, the first and the last Linear layer are left out as well, as Accelerate does.
+    If the recipe has no filter, the first and the last Linear layer are also left out, as Accelerate does.
     """
     own = recipe.module_filter_func
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -338,12 +338,12 @@ def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """A pre-forward hook of a converted layer.
+    """A forward pre-hook of converted layers, which checks and casts the input.
 
-    It raises an error if the gradient of the weight could not be computed. In emulated mxfp8 it also casts
-    the input to the dtype of the weight, because torchao's emulation multiplies the two without a cast. The
-    cast does not change the result: the quantizer rounds a bfloat16 number and the same number in float32
-    alike.
+    The hook raises an error if the gradient of the weight could not be computed. In emulated mxfp8 the hook
+    also casts the input to the dtype of the weight, because torchao's emulation multiplies input and weight
+    without a cast. The cast does not change results, because the quantizer rounds a bfloat16 number in the
+    same way as the equal float32 number.
     """
 
     layer: str
@@ -352,10 +352,11 @@ class LayerInput:
     casts: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Check the number of rows in training. Return the input if it was cast.
+        """Check the number of input rows in training. Return the arguments if the input was cast.
 
         Raises:
-            ValueError: In training, the number of rows is not a multiple of what the format needs.
+            ValueError: In training, the number of input rows is not a multiple of the number that the format
+                requires.
         """
         x = args[0] if args else None
         if not isinstance(x, Tensor):
@@ -374,12 +375,12 @@ class LayerInput:
 
 
 def read_formats(given: Mapping[str, str] | str | Path | None) -> dict[str, str]:
-    """Return a format for each pattern, from a mapping or from a YAML file.
+    """Return a dict from pattern to format, given a mapping or the path of a YAML file.
 
-    ``amp-plugin tune --formats`` writes these files.
+    ``amp-plugin tune --formats`` writes YAML files of this kind.
 
     Raises:
-        OptionError: The argument is neither a mapping nor the path of such a file, or a format is unknown.
+        OptionError: ``given`` is neither a mapping nor the path of a valid file, or a format is unknown.
     """
     found: Any = given
     if isinstance(given, str | Path):
@@ -409,30 +410,31 @@ def convert(
     recipe: Any = None,
     emulate: bool = False,
 ) -> nn.Module:
-    """Let torchao convert the Linear layers of a model, in place, to a format below 16 bits.
+    """Convert the Linear layers of a model in place to a format below 16 bits, with torchao.
 
-    Use it in a plain PyTorch loop. In Lightning, Fabric and Accelerate, ``precision="mxfp8"`` does the same.
-    Train the model under autocast in bfloat16, without a loss scale. Parameters stay the same objects, so
-    optimizers and checkpoints need no change. (In ``"nvfp4"`` torchao adds two buffers to each layer.)
-    Convert before ``torch.compile`` and before ``fully_shard``. Converted layers are not converted again.
+    Use this function in a plain PyTorch loop. In Lightning, Fabric and Accelerate, ``precision="mxfp8"`` has
+    the same effect. Train the model under autocast in bfloat16, without a loss scale. Parameters stay the
+    same objects, so optimizers and checkpoints need no change. (For ``"nvfp4"``, torchao adds two buffers to
+    each layer.) Convert the model before ``torch.compile`` and before ``fully_shard``. Layers that are
+    already converted do not change.
 
     Args:
-        model: The model, changed in place.
+        model: The model, which is changed in place.
         format_name: ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``. With ``"bf16"`` only the layers
             that ``formats`` names are converted.
-        formats: Other formats for some layers: a mapping from a pattern of names or a class name to a format,
-            or the path of a YAML file. The first pattern that matches a layer decides.
+        formats: Other formats for some layers, as a mapping from name patterns or class names to formats, or
+            as the path of a YAML file. The first pattern that matches a layer decides its format.
         fp32_modules: Names, patterns or class names of modules whose layers are not converted.
-        recipe: torchao's configuration of the format, or the name of one of its recipes.
-        emulate: Emulate the format. This gives the right numbers on any device, but it is slow.
+        recipe: torchao's configuration of the format, or the name of a torchao recipe.
+        emulate: True emulates the format. This gives correct numbers on any device, but it is slow.
 
     Returns:
         The model.
 
     Raises:
         OptionError: A format or recipe is unknown.
-        ValueError: The device cannot compute in the format, the model has no layer that fits it, or a pattern
-            matches no module.
+        ValueError: The device cannot compute in the format, the model has no layer with suitable sizes, or a
+            pattern matches no module.
         ImportError: torchao is not installed.
 
     Example:

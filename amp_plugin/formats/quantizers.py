@@ -1,16 +1,16 @@
-"""Emulate each format: round a matrix with torchao's quantizers and keep the result in its own dtype.
+"""Emulates formats below 16 bits by rounding matrices with torchao's quantizers, without casting them.
 
-A matrix product rounds both of its operands along the dimension that it sums over. A Linear layer runs three
-matrix products. :class:`Rounded` emulates them in any format, on any device::
+A matrix product rounds both operands along the dimension over which it sums. A Linear layer runs three matrix
+products. :class:`Rounded` emulates these products in any format on any device::
 
     output      = Q(x)      @ Q(weight).T      sums over in_features
     grad_input  = Q(grad)   @ Q(weight.T).T    sums over out_features
     grad_weight = Q(grad.T) @ Q(x.T).T         sums over the rows of x
 
-For float32 inputs the result equals the result of torchao's emulated float8 and mxfp8 layers bit for bit. For
-nvfp4 torchao has GPU kernels only. This file emulates their Hadamard transform, with torchao's matrix. It
-does not emulate two details: gradients are rounded to nearest here and stochastically there, and weights are
-rounded in blocks of 16 here and in 16x16 tiles there.
+For float32 inputs the results are bitwise equal to those of torchao's emulated float8 and mxfp8 layers. For
+nvfp4 torchao has only GPU kernels. This module also emulates their Hadamard transform, with torchao's matrix.
+The emulation of nvfp4 differs from torchao's kernels in two details. It rounds gradients to nearest, but the
+kernels round them stochastically. It rounds weights in blocks of 16, but the kernels use 16x16 tiles.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import torch
 from torch import Tensor, nn
 
 BLOCK: Final = {"mxfp8": 32, "nvfp4": 16}
-"""The number of elements in a row that share one scale, for each block format."""
+"""Maps each block format to the number of elements in a row that share one scale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Codes:
-    """A matrix in a format.
+    """A matrix that was rounded to a format.
 
     Attributes:
         rounded: The rounded values, in the dtype of the matrix that was quantized.
-        scales: The factors that the codes are multiplied by, float32: one for the matrix, for each row, or
-            for each block.
+        scales: The float32 factors by which the codes are multiplied. There is one for the matrix, for each
+            row, or for each block.
     """
 
     rounded: Tensor
@@ -44,10 +44,10 @@ def quantize(matrix: Tensor, name: str, *, is_gradient: bool = False) -> Codes:
     """Round a contiguous matrix to a format along its last dimension, by torchao's reference quantizers.
 
     Args:
-        matrix: Two dimensions, float32 or bfloat16. The length of a row is a multiple of the block size.
+        matrix: A 2-dim tensor in float32 or bfloat16, whose rows have a multiple of the block size as length.
         name: ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``.
-        is_gradient: Whether the matrix is the gradient of an output. For these ``"fp8"`` uses e5m2, as
-            torchao does.
+        is_gradient: True if the matrix is the gradient of an output. For such gradients ``"fp8"`` uses e5m2,
+            as torchao does.
     """
     return _QUANTIZERS[name](matrix, is_gradient)
 
@@ -107,11 +107,11 @@ _QUANTIZERS: Final[dict[str, Callable[[Tensor, bool], Codes]]] = {
 }
 
 _SIGNS: Final = (1, 1, -1, 1, -1, -1, 1, 1, 1, -1, -1, 1, -1, 1, -1, -1)
-"""The vector of signs for the Hadamard transform. torchao draws a random one for each layer."""
+"""The signs for the Hadamard transform. (torchao draws random signs for each layer.)"""
 
 
 def transformed(matrix: Tensor) -> Tensor:
-    """Apply the Hadamard transform to each 16 elements of a row. It spreads an outlier over all of them."""
+    """Apply the Hadamard transform to each 16 elements of a row, to spread outliers over all of them."""
     from torchao.prototype.moe_training.nvfp4_training.hadamard_utils import (  # noqa: PLC0415 - optional
         get_rht_matrix,
     )
@@ -124,13 +124,13 @@ def transformed(matrix: Tensor) -> Tensor:
 def products(
     name: str, x: Tensor, weight: Tensor, grad: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the output of a Linear layer in a format, the input's gradient, and the weight's gradient.
+    """Return the output of a Linear layer in a format, and the gradients of its input and weight.
 
     Args:
         name: The name of the format.
         x: The input, rows x in_features.
         weight: out_features x in_features.
-        grad: The gradient of the output, rows x out_features. If None, only the output is computed.
+        grad: The gradient of the output, rows x out_features. If it is None, only the output is computed.
     """
 
     def rounded(matrix: Tensor, *, is_gradient: bool = False) -> Tensor:
@@ -148,11 +148,11 @@ def products(
 
 
 class Rounded(torch.autograd.Function):
-    """A Linear layer without its bias, whose matrix products round their operands to a format."""
+    """The autograd Function of a Linear layer without bias, which rounds all operands to a format."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, name: str) -> Tensor:
-        """Return the output, in the dtype of the input."""
+        """Return the layer's output in the dtype of its input."""
         ctx.save_for_backward(x, weight)
         ctx.name = name
         output, *_ = products(name, x.reshape(-1, x.shape[-1]), weight.to(x.dtype), None)
@@ -160,7 +160,7 @@ class Rounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Return the gradients of input and weight."""
+        """Return the gradients of the input and the weight."""
         x, weight = ctx.saved_tensors
         rows, grad = x.reshape(-1, x.shape[-1]), grads[0].reshape(-1, grads[0].shape[-1]).to(x.dtype)
         _, grad_input, grad_weight = products(ctx.name, rows, weight.to(x.dtype), grad)
@@ -170,9 +170,9 @@ class Rounded(torch.autograd.Function):
 
 
 class EmulatedLinear(nn.Linear):
-    """A Linear layer that emulates nvfp4, for which torchao has no emulation.
+    """A Linear layer that emulates nvfp4, because torchao has no emulation of nvfp4.
 
-    It computes in the dtype of autocast or, outside autocast, in the dtype of its input.
+    The layer computes in the dtype of autocast. Outside of autocast it computes in the dtype of its input.
     """
 
     format_name = "nvfp4"

@@ -1,1 +1,1 @@
-"""Dtypes of a sharded model: a plan states them once, and reports show what torch really uses."""
+"""Plans the dtypes of a sharded model, and reports the dtypes that torch really uses."""

@@ -1,4 +1,4 @@
-"""Set up torch's FSDP for a plan of dtypes: ``fully_shard`` and FullyShardedDataParallel (FSDP1)."""
+"""Sets up torch's ``fully_shard`` (FSDP2) and FullyShardedDataParallel (FSDP1) for a plan of dtypes."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ def fully_shard(
     root: nn.Module | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Shard a model with torch's ``fully_shard``, in the dtypes of a plan. Run the model under ``autocast``.
+    """Shard a model with torch's ``fully_shard``, in the dtypes of a plan.
 
-    Each module of ``units`` is sharded as a separate FSDP unit, and the model last. Before torch 2.15 all
-    weights of a unit are gathered in one dtype, so modules of ``fp32_modules`` become separate units
-    too. Gradients of micro-batches are added up in the dtype of the reduction, also after
-    ``set_requires_gradient_sync(False)``.
+    Run the sharded model under ``autocast``. Each module in ``units`` becomes a separate FSDP unit, and the
+    whole model is sharded last. Before torch 2.15 all weights of a unit are gathered in one dtype, so
+    ``fp32_modules`` become separate units too. Gradients of micro-batches are summed in the dtype in which
+    they are reduced, also after ``set_requires_gradient_sync(False)``.
 
-    If ``plan.weights`` is not ``"fp32"``, the weights that are gathered in 16 bits are stored exactly as
-    16-bit pairs. To compress the state of the optimizer too, call
-    ``store_weights(model, optimizer, weights=..., state=...)`` afterwards.
+    If ``plan.weights`` is not ``"fp32"``, weights that are gathered in 16 bits are stored in that format by
+    ``store_weights``. To also compress the optimizer's state, call ``store_weights(model, optimizer,
+    weights=..., state=...)`` afterwards.
 
     Args:
-        model: The model, changed in place. Make its optimizer afterwards. Modules that are already sharded
-            stay as they are.
-        plan: The dtypes. Inputs of a unit are not cast: autocast casts what each op needs.
-        units: Modules of the model, usually its layers. The weights of each are gathered when it runs.
-        root: The model that the names in ``plan.fp32_modules`` refer to, if it is not ``model``.
+        model: The model, which is changed in place. Create its optimizer afterwards. Modules that are already
+            sharded do not change.
+        plan: The plan of dtypes. FSDP does not cast the inputs of units, because autocast casts the inputs of
+            each op.
+        units: Modules of the model, usually its layers. A unit's weights are gathered when the unit runs.
+        root: The model to which the names in ``plan.fp32_modules`` refer, if it is not ``model``.
         **options: Options of torch's ``fully_shard``: ``mesh``, ``reshard_after_forward``,
             ``offload_policy``, ...
 
@@ -68,9 +69,9 @@ def fully_shard(
     _refuse_misfits(model, chosen, root or model, options)
     in_fp32 = plan.in_fp32(root or model)
     apply_fp32_modules(root or model, plan.fp32_modules)
-    # A set has no order. The order of model.modules() is the same on all ranks.
+    # All ranks must use the same order, so it is taken from model.modules() and not from the set.
     found = [module for module in model.modules() if module in chosen]
-    # Smaller modules come first, so a module is sharded before the module that holds it.
+    # Smaller modules come first, so that submodules are sharded before their parents.
     for module in sorted(found, key=lambda unit: sum(1 for _ in unit.modules())):
         if not isinstance(module, fsdp.FSDPModule):
             shard_unit(fsdp.fully_shard, module, plan, in_fp32, mp_policy=policy_of(plan), **options)
@@ -88,16 +89,16 @@ def shard_unit(
     mp_policy: fsdp.MixedPrecisionPolicy,
     **options: Any,
 ) -> Any:
-    """Shard a module, or a list of modules as one unit.
+    """Shard a module, or a list of modules, as one FSDP unit.
 
-    Modules that stay in fp32 are sharded as separate units if torch gathers each unit in one dtype, or if
-    their weights are already stored in 16 bits.
+    Modules that stay in fp32 become separate units if torch gathers each unit in one dtype, or if their
+    weights are already stored in 16 bits.
     """
     members = unit if isinstance(unit, list) else [unit]
     apart = _outermost(members, in_fp32)
     if has_dtypes_by_parameter():
-        # torch can gather a weight in its stored dtype or in a lower one, so float32 weights that stay in
-        # fp32 need no separate unit.
+        # torch can gather each weight in its stored dtype or in a lower dtype.
+        # So float32 weights that stay in fp32 need no separate unit.
         beside = [m for m in apart if m not in members and HALVES.isdisjoint(p.dtype for p in m.parameters())]
         apart = [module for module in apart if module not in beside]
         kept = {id(param) for module in beside for param in module.parameters()}
@@ -113,7 +114,7 @@ def shard_unit(
 def policy_of(
     plan: DtypePlan, *, in_fp32: bool = False, output_dtype: torch.dtype | None = None
 ) -> fsdp.MixedPrecisionPolicy:
-    """Return torch's policy for a module of a plan. It casts no inputs, so labels keep their dtype."""
+    """Return FSDP2's mixed-precision policy for a plan. Inputs are not cast, so labels keep their dtype."""
     return fsdp.MixedPrecisionPolicy(
         param_dtype=torch.float32 if in_fp32 else plan.compute_dtype,
         reduce_dtype=plan.reduce_dtype,
@@ -123,12 +124,12 @@ def policy_of(
 
 
 def has_dtypes_by_parameter() -> bool:
-    """Return whether torch can gather weights of several dtypes in one unit. It can from 2.15 on."""
+    """Return whether torch can gather weights of several dtypes in one FSDP unit (from torch 2.15 on)."""
     return any(field.name == _OVERRIDE for field in fields(fsdp.MixedPrecisionPolicy))
 
 
 def _outermost(modules: Iterable[nn.Module], in_fp32: set[nn.Module]) -> list[nn.Module]:
-    """Return the fp32 modules that have weights and are not inside another one, in the order of the model."""
+    """Return the outermost fp32 modules that have weights, in the order of the model."""
     found = []
     for module in modules:
         if module not in in_fp32:
@@ -158,9 +159,9 @@ def _refuse_misfits(
 
 
 def fsdp1_policy(plan: DtypePlan) -> fsdp.MixedPrecision:
-    """Return FSDP1's policy for a plan.
+    """Return FSDP1's mixed-precision policy for a plan.
 
-    FSDP1 gathers all weights in one dtype. If the plan has ``fp32_modules``, that dtype is float32.
+    FSDP1 gathers all weights in one dtype, which is float32 if the plan has ``fp32_modules``.
     """
     refuse_sharded(plan.weights, f"precision {plan.compute!r}, in which they are gathered")
     return fsdp.MixedPrecision(
@@ -173,9 +174,9 @@ def fsdp1_policy(plan: DtypePlan) -> fsdp.MixedPrecision:
 
 
 def add_up_in_fp32(model: nn.Module) -> None:
-    """Let FSDP1 add up the gradients of ``no_sync()`` in fp32 if it reduces them in fp32.
+    """Make FSDP1 accumulate gradients under ``no_sync()`` in fp32 if it reduces them in fp32.
 
-    By default FSDP1 adds them up in the dtype in which it gathers the weights.
+    By default FSDP1 accumulates gradients in the dtype in which it gathers the weights.
     """
     for module in fsdp.FullyShardedDataParallel.fsdp_modules(model):
         flat = module._flat_param

@@ -1,4 +1,4 @@
-"""The dtypes of a model's weights, gradients and collectives, stated once."""
+"""Defines DtypePlan, the dtypes of a model's weights, gradients and collectives."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class DtypePlan:
     Attributes:
         compute: ``"fp16"``, ``"bf16"`` or ``"fp32"``, or the torch.dtype.
         fp32_modules: Names of modules (``"encoder.norm"``, wildcards allowed) or of module classes
-            (``"LayerNorm"``). These modules compute in fp32, and their weights are gathered in fp32.
-        reduce: The dtype in which gradients are reduced and added up: ``"fp32"``, or ``"bf16"``, which sends
-            half the bytes.
-        weights: How trainable weights are stored, as in ``store_weights``. FSDP1 takes ``"fp32"`` only.
+            (``"LayerNorm"``). These modules compute in fp32, and FSDP gathers their weights in fp32.
+        reduce: The dtype in which gradients are reduced and accumulated. ``"bf16"`` sends half the bytes of
+            ``"fp32"``.
+        weights: How trainable weights are stored, as in ``store_weights``. FSDP1 supports only ``"fp32"``.
 
     Raises:
         ValueError: A value is not allowed, or ``weights`` and ``compute`` name different 16-bit dtypes.
@@ -63,14 +63,15 @@ class DtypePlan:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are reduced, and added up over micro-batches."""
+        """The dtype in which gradients are reduced and accumulated over micro-batches."""
         return DTYPES[self.reduce]
 
     def in_fp32(self, model: nn.Module) -> set[nn.Module]:
-        """Return the modules that stay in fp32: the modules of ``fp32_modules`` and all modules inside them.
+        """Return the modules that stay in fp32, which are ``fp32_modules`` and all their submodules.
 
         Args:
-            model: The model that the names refer to. With ``compute="fp32"`` all its modules stay in fp32.
+            model: The model to which the names refer. With ``compute="fp32"`` all modules of the model stay
+                in fp32.
 
         Raises:
             ValueError: A pattern matches no module. The message suggests the most similar name.

@@ -1,6 +1,6 @@
-"""Reports of the dtypes that a sharded model really uses, and the check of these dtypes against a plan.
+"""Reports the dtypes that a sharded model really uses, and compares them with a plan.
 
-This is the only file that reads the state which torch's ``fully_shard`` and FullyShardedDataParallel keep.
+The module reads private state of torch's ``fully_shard`` and FullyShardedDataParallel.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ Dtypes = tuple[torch.dtype, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardUnit:
-    """One FSDP unit: weights that one collective gathers and whose gradients one collective reduces.
+    """An FSDP unit: weights that are gathered together, and whose gradients are reduced together.
 
     Attributes:
-        name: The name of the module that was sharded. ``""`` is the model itself.
-        engine: What shards it: ``"fsdp2"``, ``"fsdp1"``, ``"ddp"`` (each rank holds all of it) or ``"none"``.
-        stored: The dtypes of its trainable weights between steps, each dtype once. If all its weights are
-            frozen, their dtypes. For weights that are stored as 16-bit pairs this is the 16-bit dtype. There
-            are several if some weights of the unit stay in float32.
-        gathered: The dtype in which its weights are gathered and used in the forward pass. It is
+        name: The name of the module that was sharded, or ``""`` for the model itself.
+        engine: What shards the unit: ``"fsdp2"``, ``"fsdp1"``, ``"ddp"`` (each rank holds all weights) or
+            ``"none"``.
+        stored: The distinct dtypes of the unit's trainable weights between steps, or of its frozen weights if
+            none is trainable. For weights that are stored as 16-bit pairs it is the 16-bit dtype. There are
+            several dtypes if some weights of the unit stay in float32.
+        gathered: The dtype in which the unit's weights are gathered and used in forward. It is
             ``torch.uint8`` if torch gathers weights of several dtypes together, as bytes.
-        reduced: The dtype in which its gradients are reduced. None if no weight in it is trained.
-        parameters: The number of elements of the whole unit. Under tensor parallelism, the number of
-            elements of this rank's part.
-        local_bytes: The bytes that this rank stores of its weights, including ``remainder_bytes``.
-        remainder_bytes: The bytes of the remainders of weights that are stored as 16-bit pairs, or of their
-            float32 copies.
-        state: How optimizers keep the moments of its trainable weights: ``"fp32"``, ``"bf16"`` or ``"8bit"``.
+        reduced: The dtype in which the unit's gradients are reduced, or None if all its weights are frozen.
+        parameters: The number of elements of the unit on all ranks. Under tensor parallelism, only this
+            rank's elements are counted.
+        local_bytes: The bytes of the unit's weights on this rank, including ``remainder_bytes``.
+        remainder_bytes: The bytes of the remainders or float32 copies of weights that are stored in 16 bits.
+        state: The format of the moments of the unit's trainable weights: ``"fp32"``, ``"bf16"`` or
+            ``"8bit"``.
     """
 
     name: str
@@ -70,9 +71,10 @@ class ShardUnit:
 
 
 def shard_units(model: nn.Module) -> list[ShardUnit]:
-    """Return the units of a model in the model's order, but each unit after the units inside it.
+    """Return the FSDP units of a model. Each unit comes after the units inside it.
 
-    So ``blocks.0.norm`` comes before ``blocks.0``, then comes ``blocks.1``, and the model itself is last.
+    For example, the order is ``blocks.0.norm``, ``blocks.0``, ``blocks.1`` and so on, and the model itself is
+    last.
     """
     units = _fsdp_units(model)
     if not units:
@@ -92,9 +94,9 @@ def _fsdp_units(model: nn.Module) -> list[ShardUnit]:
 
 
 def _inner_first(units: Iterable[ShardUnit | None]) -> list[ShardUnit]:
-    """Move each unit behind the units inside it. They are given in the order of ``model.named_modules()``."""
+    """Move each unit behind the units inside it, given units in the order of ``named_modules()``."""
     ordered: list[ShardUnit] = []
-    around: list[ShardUnit] = []  # the units that hold the one at hand, the outermost first
+    around: list[ShardUnit] = []  # the units around the current unit, outermost first
     for unit in filter(None, units):
         while around and not _holds(around[-1], unit.name):
             ordered.append(around.pop())
@@ -118,8 +120,8 @@ def _fsdp2(name: str, module: Any) -> ShardUnit | None:
         [param.sharded_param for param in params],
         elements=sum(param._orig_size.numel() for param in params),
         gathered={o.param_dtype or p.sharded_param.dtype for o, p in zip(own, params, strict=True)},
-        # If the policy names no dtype, torch 2.15 reduces in the stored dtype. Older torch reduces in the
-        # dtype that is gathered.
+        # If the policy has no reduce_dtype, torch 2.15 reduces in the stored dtype.
+        # Older releases reduce in the dtype in which weights are gathered.
         reduced=policy.reduce_dtype or (None if has_dtypes_by_parameter() else policy.param_dtype),
     )
 
@@ -140,9 +142,9 @@ def _unit(
     gathered: Iterable[torch.dtype] = (),
     reduced: torch.dtype | None = None,
 ) -> ShardUnit | None:
-    """Return the unit of these weights, or None if there are none.
+    """Return the unit that consists of these weights, or None if there are no weights.
 
-    If ``gathered`` or ``reduced`` is not given, it is the dtype in which the first weight is stored.
+    The default of ``gathered`` and ``reduced`` is the dtype in which the first weight is stored.
     """
     if not params:
         return None
@@ -168,14 +170,14 @@ def _unit(
 
 @dataclass(kw_only=True, slots=True)
 class ModuleDtypes:
-    """The dtypes of one call of a module.
+    """The dtypes of the inputs, outputs and weights in one call of a module.
 
     Attributes:
-        module: The path of the module. Empty for the model itself.
-        kind: The name of its class.
-        inputs, outputs: The dtypes of its tensor arguments and results, in order. Tensors inside lists,
-            tuples and dicts are included.
-        weights: The dtypes of the module's own parameters, each dtype once.
+        module: The path of the module, or "" for the model itself.
+        kind: The name of the module's class.
+        inputs, outputs: The dtypes of the call's tensor arguments and results, in order. Tensors inside
+            lists, tuples and dicts are included.
+        weights: The distinct dtypes of the module's direct parameters.
     """
 
     module: str
@@ -186,17 +188,18 @@ class ModuleDtypes:
 
 
 class ModelDtypes:
-    """The dtypes in which a model computes, stores, gathers and reduces. ``rich.print`` shows all of them.
+    """The dtypes in which a model computes, stores, gathers and reduces. ``rich.print`` shows them.
 
     Attributes:
-        units: The FSDP units, the model itself last. A model that is not sharded is one unit.
+        units: The FSDP units, with the model itself as the last. A model that is not sharded is a single
+            unit.
     """
 
     def __init__(self, units: Sequence[ShardUnit], calls: Sequence[ModuleDtypes] = ()) -> None:
         self.units, self._calls = units, calls
 
     def rows(self) -> list[ModuleDtypes]:
-        """Return one entry for each call of a module, in the order of the calls."""
+        """Return an entry for each call of a module, in the order of the calls."""
         return list(self._calls)
 
     def table(self) -> Table:
@@ -208,9 +211,10 @@ class ModelDtypes:
         return table
 
     def __rich__(self) -> Group:
-        """Return the table of units and, if modules were called, the table of their calls."""
+        """Return a table of the units and, if modules were called, a table of these calls."""
         titles = ("parameters", "stored", "gathered", "reduced", "bytes\nhere", "moments")
-        columns = (Column(title, no_wrap=True) for title in titles)  # names alone give way to a narrow screen
+        # Only names are shortened on narrow screens
+        columns = (Column(title, no_wrap=True) for title in titles)
         pairs = any(unit.remainder_bytes for unit in self.units)
         table = Table(
             "unit",
@@ -232,7 +236,7 @@ _WITH_REMAINDERS: Final = "the bytes of weights that are stored in 16 bits inclu
 
 
 class _Name:
-    """A name in a table. If it does not fit, an ellipsis replaces its middle, and its ends stay readable."""
+    """A name in a table. If the name does not fit, an ellipsis replaces its middle."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -255,14 +259,14 @@ def _text(dtypes: Iterable[torch.dtype | None] | None) -> str:
 def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
     """Report the dtypes of a model's weights and gradients, and of the inputs and outputs of its modules.
 
-    If you give inputs, the model runs once under ``torch.no_grad()``. It runs in the autocast region that is
-    open at the call, and in its current mode: in training mode, buffers such as the statistics of batch norm
-    change. Without inputs the model does not run, and the report covers its weights only. The native core is
-    not needed.
+    If inputs are given, the model runs once under ``torch.no_grad()``, in the autocast region around the call
+    and in its current mode. In training mode, buffers such as the statistics of batch norm change. If no
+    inputs are given, the model does not run and the report covers only its weights. The native core is not
+    needed.
 
     Args:
-        model: A plain model, or one that is wrapped by DDP or FSDP or sharded by ``fully_shard``. For a
-            compiled module the report shows its inputs and outputs, not those of the modules inside.
+        model: A plain model, or a model that is wrapped by DDP or FSDP or sharded by ``fully_shard``. Of a
+            compiled module, the report shows inputs and outputs, but nothing about its submodules.
         *inputs: The positional arguments of the model.
         **named: The keyword arguments of the model.
 
@@ -284,12 +288,12 @@ def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
 
 @contextmanager
 def module_calls(model: nn.Module) -> Iterator[list[ModuleDtypes]]:
-    """Collect the dtypes of each module call in a block, in the order of the calls.
+    """Collect the dtypes of all module calls in a block, in the order of the calls.
 
-    A call that ends with an exception is left out.
+    Calls that end with an exception are left out.
     """
     calls: list[ModuleDtypes] = []
-    # The keys are ids, because the hash of a module can change. The hash of a torchmetrics metric does.
+    # The keys are ids, because the hash of a module can change (as for torchmetrics' metrics).
     names = {id(module): name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -328,12 +332,12 @@ _SET: Final = {
 
 
 def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
-    """Compare the dtypes that FSDP was set up with to a plan. Return whether FSDP shards the model at all.
+    """Check that FSDP uses the dtypes of a plan. Return whether FSDP shards the model at all.
 
-    Gradients that are reduced in 16 bits although the plan says fp32 give a warning.
+    A warning is given if gradients are reduced in 16 bits although the plan says fp32.
 
     Raises:
-        ValueError: A weight of a module of ``fp32_modules`` is gathered in 16 bits.
+        ValueError: A weight of a module in ``fp32_modules`` is gathered in 16 bits.
     """
     units = _fsdp_units(model)
     if units and plan.fp32_modules:
@@ -349,7 +353,7 @@ def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
 
 
 def _refuse_rounded_weights(model: nn.Module, in_fp32: set[nn.Module], units: list[ShardUnit]) -> None:
-    of_weight = gathered_dtypes(model)  # only FSDP2 has these; FSDP1 gathers a unit's weights in one dtype
+    of_weight = gathered_dtypes(model)  # of FSDP2; FSDP1 gathers a unit in one dtype
     for path, module in model.named_modules():
         owner = clean_name(path)
         holders = [unit for unit in units if _holds(unit, owner)]
@@ -366,26 +370,26 @@ def _refuse_rounded_weights(model: nn.Module, in_fp32: set[nn.Module], units: li
             raise ValueError(msg)
 
 
-# The first of these names that is part of torch's op name is the name of the collective. Underscores are
-# ignored, so ``_allgather_base_`` is an ``all_gather`` and ``isend`` is a ``send``.
+# The names of collectives. The first name that is part of torch's op name applies.
+# Underscores are ignored, so ``_allgather_base_`` is an ``all_gather`` and ``isend`` is a ``send``.
 _OPS: Final = (
     *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"),
     *("reduce", "gather", "scatter", "send", "recv"),
 )
-# The namespaces of the ops that torch.distributed and DTensor call.
+# The namespaces of the ops that torch.distributed and DTensor call for collectives.
 _NAMESPACES: Final = ("c10d", "_c10d_functional")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Collective:
-    """One call of a collective.
+    """One call of a collective by this rank.
 
     Attributes:
         op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ...
-        dtype: The dtype of the data, for example ``"bf16"``.
-        elements: The number of elements of the whole tensor on one rank: the output of an all-gather, the
-            input of a reduce-scatter.
-        ranks: The number of ranks in its group.
+        dtype: The dtype of the data, such as ``"bf16"``.
+        elements: The number of elements of the larger tensor on one rank, which is the output of an
+            all-gather or the input of a reduce-scatter.
+        ranks: The number of ranks in the process group of the call.
         bytes: The size of these elements in bytes.
     """
 
@@ -397,10 +401,10 @@ class Collective:
 
 
 class CollectiveLog(list[Collective]):
-    """The collectives that were called in a block, in order."""
+    """The collectives that this process called in a block, in order."""
 
     def table(self) -> Table:
-        """Return a rich table with one row for each kind of call, and the number of calls."""
+        """Return a rich table with a row for each kind of call, with the number of calls."""
         table = Table("collective", "dtype", "elements", "bytes", "ranks", "calls", title="Collectives")
         for call, count in Counter(self).items():
             sizes = f"{call.elements:,}", f"{call.bytes:,}", str(call.ranks)
@@ -410,11 +414,11 @@ class CollectiveLog(list[Collective]):
 
 @contextmanager
 def log_collectives() -> Iterator[CollectiveLog]:
-    """Record the collectives that this process calls in a block. Those of a backward pass are included.
+    """Record the collectives that this process calls in a block, including those of backward passes.
 
     Yields:
-        The log. Each call is added when it is made. Barriers are left out. Recording does not wait for a
-        device.
+        The log, to which each call is added when it is made. Barriers are left out. Recording causes no host
+        sync.
 
     Example:
         >>> import torch.distributed as dist
@@ -430,16 +434,17 @@ def log_collectives() -> Iterator[CollectiveLog]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records collectives below autograd and autocast, where tensors have the dtype that is really sent."""
+    """Records collectives below autograd and autocast, where tensors have the dtype that is sent."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = CollectiveLog()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op and record it if it is a collective.
+        """Run an op, and record it if it is a collective.
 
-        An op on a DTensor is declined: DTensor then splits it into ops on plain tensors, which come here.
+        Ops on DTensors are declined. DTensor then runs them as ops on plain tensors, which are dispatched
+        here again.
         """
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented
@@ -461,8 +466,8 @@ def _collective(op: str, args: list[Any], output: Any) -> Collective:
     if groups:
         group = dist.ProcessGroup.unbox(groups[0])
     else:
-        # A functional collective: its last string argument is the name of the group, and its output is not
-        # among the arguments.
+        # A functional collective has the group's name as its last string argument.
+        # Its output is not among the arguments.
         name = [value for value in args if isinstance(value, str)][-1]
         group = vars(dist.distributed_c10d)["_resolve_process_group"](name)
         args = [*args, output]
