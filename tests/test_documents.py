@@ -151,7 +151,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_the_changelog_lists_what_was_added_once() -> None:
-    """Two groups of additions once stood there twice, in other words, after changes were put together."""
+    """Additions have stood there twice, in other words, after git had combined two changes of the text."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     added = text[text.index("### Added") : text.index("### Changed")]
     groups = re.findall(r"^([A-Z][^\n]*:)$", added, re.MULTILINE)
@@ -160,3 +160,5 @@ def test_the_changelog_lists_what_was_added_once() -> None:
         r"^- `(GradScaler\.\w+|on_spike=|log=|precision=\"auto\"|log_formats\(\))", added, re.MULTILINE
     )
     assert len(set(names)) == len(names) > 3
+    links = re.findall(r"\]\(([^)\s]+)\)", added)
+    assert len(set(links)) == len(links) > 9
