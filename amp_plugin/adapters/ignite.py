@@ -99,7 +99,7 @@ class IgnitePrecision(EntryPoint):
     @property
     def scaler(self) -> Any:
         """The ``amp_plugin.GradScaler`` in fp16, otherwise None."""
-        return self._scaler if self._scaler.is_enabled() else None
+        return self.session.shown_scaler
 
     # -- engines ---------------------------------------------------------------------------------
 

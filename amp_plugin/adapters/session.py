@@ -129,6 +129,7 @@ class Session:
         if isinstance(options, PluginOptions):
             self._read_formats(self.precision)
         self._scaler: Any = None
+        self._came_enabled = False  # whether the scaler was enabled when it was created or assigned
         # True if a module has float32 buffers or is one of fp32_modules.
         self._meets_fp32 = False
         self._watch: RunReport | ModuleWatch | None = None
@@ -410,9 +411,18 @@ class Session:
         The scaler is created at first use, because its creation loads the native core.
         """
         if self._scaler is None:
-            self._scaler = self.new_scaler(enabled=self.scales_loss)
-            self._follow_log()
+            self.take_scaler(self.new_scaler(enabled=self.scales_loss))
         return cast("GradScaler", self._scaler)
+
+    @property
+    def shown_scaler(self) -> Any:
+        """The scaler that a program sees; None if no loss is scaled.
+
+        A program may switch the scaler off for some batches by ``scaler._enabled = False``. It is still shown
+        then, so that the program can switch it on again.
+        """
+        scaler = self.scaler
+        return scaler if self._came_enabled or scaler.is_enabled() else None
 
     def new_scaler(self, *, enabled: bool, device: str = "") -> GradScaler:
         """Return a new scaler with the session's options. A disabled scaler only logs steps."""
@@ -445,7 +455,7 @@ class Session:
         """Use another scaler, and subscribe to the log of its steps."""
         if self._scaler is not None:
             self._scaler.core.log.unsubscribe(self._look)
-        self._scaler = scaler
+        self._scaler, self._came_enabled = scaler, scaler.is_enabled()
         self._follow_log()
 
     def _follow_log(self) -> None:

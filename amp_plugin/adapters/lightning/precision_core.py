@@ -98,7 +98,7 @@ class PrecisionCore(EntryPoint):
         Raises:
             TypeError: the assigned value has another type, or this precision scales no loss.
         """
-        return self._scaler if self._scaler.is_enabled() else None
+        return self.session.shown_scaler
 
     @scaler.setter
     def scaler(self, given: Any) -> None:
