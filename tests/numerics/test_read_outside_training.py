@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from scipy.special import logsumexp
 from torch import nn
 from torch.nn import functional
 
@@ -33,6 +34,9 @@ READS = {
     "tolist": lambda p: (p**2).tolist(),
     "argmin": lambda p: (p**2).argmin(),
     "topk": lambda p: (p**2).flatten().topk(2),
+    "sort": lambda p: (p**2).sort(0),
+    "median": lambda p: (p**2).median(),
+    "scipy": lambda p: logsumexp((p**2).float()),
     "print": lambda p: str(p**2),
 }
 
@@ -57,6 +61,9 @@ READS_LINES = {
         "tolist": "(p**2).tolist()",
         "argmin": "(p**2).argmin()",
         "topk": "(p**2).flatten().topk(2)",
+        "sort": "(p**2).sort(0)",
+        "median": "(p**2).median()",
+        "scipy": "logsumexp((p**2).float())",
         "print": "str(p**2)",
     }.items()
 }
