@@ -1,7 +1,8 @@
 """Defines the function that ``import torch`` calls through the entry point group ``torch.backends``.
 
-This module is not part of the package amp_plugin. It imports amp_plugin only if one of two environment
-variables is set. So a broken installation of amp_plugin cannot make ``import torch`` fail.
+The module ``amp_plugin_autoload`` is not part of the package amp_plugin, and imports the package only if one
+of two environment variables is set. Therefore a broken installation of amp_plugin cannot make ``import
+torch`` fail.
 """
 
 import os

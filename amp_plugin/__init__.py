@@ -1,6 +1,6 @@
 """Automatic mixed precision for PyTorch, Lightning and Accelerate.
 
-Public names are imported lazily, when they are first used. So the import of amp_plugin compiles nothing,
+Public names are imported lazily, when they are first used. Therefore ``import amp_plugin`` compiles nothing,
 imports no framework and does not touch a GPU. The names for a framework need that framework, and ``__all__``
 contains them only if it is installed.
 

@@ -1,7 +1,7 @@
 """Passes unscaled gradients to gradient hooks.
 
-Torch runs gradient hooks while gradients are still multiplied by the loss scale. So tools that plot gradients
-from hooks, such as ``wandb.watch``, show numbers that are 65 536 times too large. These numbers also jump
+Torch runs gradient hooks while gradients are still multiplied by the loss scale. Therefore tools that plot
+gradients from hooks, such as ``wandb.watch``, show numbers that are 65 536 times too large, and that jump
 when the loss scale changes.
 """
 
@@ -30,9 +30,9 @@ _REGISTER: Final = (
 def unscaled_hooks(scaler: Any) -> Iterator[None]:
     """Pass unscaled gradients to all gradient hooks that are registered inside the block.
 
-    If such a hook returns a gradient or changes it in place, the result is multiplied by the loss scale
-    again. Hooks that are registered outside of the block do not change. The block only has to be open while
-    hooks are registered, not during training.
+    A gradient that a hook returns or changes in place is multiplied by the loss scale again. Hooks that are
+    registered outside of the block do not change. The block only has to be open while hooks are registered,
+    not during training.
 
     The block affects ``register_hook`` of tensors, and ``register_full_backward_hook`` and
     ``register_full_backward_pre_hook`` of modules. Hooks of ``register_post_accumulate_grad_hook`` still see
@@ -42,7 +42,7 @@ def unscaled_hooks(scaler: Any) -> Iterator[None]:
 
     Args:
         scaler: A GradScaler of amp_plugin or torch, a plugin for Fabric or the Trainer, or an AmpAccelerator.
-            If it scales no loss, gradients are passed unchanged.
+            If the scaler scales no loss, the hooks get unchanged gradients.
 
     Example:
         >>> from amp_plugin import GradScaler, unscaled_hooks

@@ -42,7 +42,7 @@ class OptionError(ValueError, TypeError):
         option: the option's name.
         value: the value that was given.
         allowed: a description of the allowed values.
-        source: the place where the option was set. It is ``"argument"``, the name of an environment variable,
+        source: the place where the option was set: ``"argument"``, the name of an environment variable,
             ``AMP_PLUGIN_CONFIG=<file>``, or an object with options such as ``"AmpKwargs"``.
 
     Example:

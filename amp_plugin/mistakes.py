@@ -18,7 +18,7 @@ class Mistake:
         name: a short name of the mistake, which is also the anchor of its section in the docs.
         what: what is wrong, worded as a statement about the program.
         instead: what to do instead, worded in the imperative.
-        is_harmless: True if training stays correct. In this case reports show a warning instead of an error.
+        is_harmless: True if training stays correct, so that reports show a warning instead of an error.
     """
 
     name: str

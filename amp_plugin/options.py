@@ -1,11 +1,10 @@
 """The options of loss scales and precisions.
 
-This module is the only place that states their types, defaults, checks and meanings.
-
-The dataclasses in this module define the constructors of GradScaler, AmpPrecision, FabricAmpPrecision and
-AmpKwargs through :func:`takes`, and the docstrings of these classes through :func:`lists_options`. They also
-define the environment variables ``AMP_PLUGIN_<OPTION>``, the keys of YAML files, and the tables in the
-documentation (``docs/api_tables.py``).
+Types, defaults, checks and meanings of all options are stated only in the dataclasses of this module. The
+dataclasses define the constructors of GradScaler, AmpPrecision, FabricAmpPrecision and AmpKwargs through
+:func:`takes`, and the docstrings of these classes through :func:`lists_options`. The dataclasses also define
+the environment variables ``AMP_PLUGIN_<OPTION>``, the keys of YAML files, and the tables in the documentation
+(``docs/api_tables.py``).
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ class Spike:
     """The options that define a spike of the gradient norm or loss, and what to do about one.
 
     A step is a spike if its value is more than ``sigma`` deviations above the running mean. A gradient norm
-    of up to four times the running mean is never a spike. Nor is a loss of up to ``sigma`` percent above the
-    running mean. Each optimizer has its own mean and deviation, taken over its steps.
+    of up to four times the running mean is never a spike. A loss of up to ``sigma`` percent above the running
+    mean is not a spike either. Each optimizer has its own mean and deviation, taken over its steps.
 
     Args:
         {options}
@@ -618,7 +617,7 @@ lists_options(Spike)(Spike)
 
 
 def unknown_option(source: str, name: object, allowed: Sequence[str]) -> str:
-    """Return the error text for an unknown option. It gives the most similar name and all allowed names."""
+    """Return the error text for an unknown option, with the most similar name and all allowed names."""
     hint = did_you_mean(name, allowed, aliases=None if "precision" in allowed else _NOT_OURS)
     allowed_are = f"{hint} Allowed are" if hint else "; allowed are"
     return f"{source}: unknown option {name!r}{allowed_are} {', '.join(allowed)}"
@@ -627,7 +626,7 @@ def unknown_option(source: str, name: object, allowed: Sequence[str]) -> str:
 def bind(owner: str, signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the arguments of an ``__init__`` by name.
 
-    If one is unknown, raise TypeError with the allowed names.
+    An unknown argument raises TypeError with the allowed names.
     """
     allowed = [*signature.parameters][1:]
     for name in kwargs:

@@ -80,7 +80,7 @@ def run_program(
     *,
     expected: type[BaseException] | tuple[type[BaseException], ...] = (),
 ) -> tuple[int, bool]:
-    """Run a file or module as the main program. If it raises, print the error as Python would.
+    """Run a file or module as the main program. Print an error of the program as Python would.
 
     ``__main__``, ``sys.argv`` and ``sys.path`` are not restored here, because threads and atexit handlers of
     the program run after its last line. :func:`main_restored` restores them.

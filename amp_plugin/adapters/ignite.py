@@ -1,8 +1,8 @@
 """IgnitePrecision: mixed precision for the engines of pytorch-ignite.
 
 Ignite's own mixed precision is an update function with a GradScaler. IgnitePrecision also clips gradients,
-stores weights in 16 bits, follows op rules and saves the loss scale in checkpoints. It holds schedulers back
-after skipped steps, and passes metrics to ignite's loggers.
+stores weights in 16 bits, follows op rules and saves the loss scale in checkpoints. IgnitePrecision holds
+schedulers back after skipped steps, and passes metrics to ignite's loggers.
 """
 
 from __future__ import annotations

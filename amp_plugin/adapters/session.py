@@ -67,20 +67,20 @@ _NOTHING: Final[Mapping[str, Any]] = {}
 class Session:
     """One training run in one precision. Each entry point has a Session.
 
-    A copy or pickle of a Session keeps the options, the scaler and the counts. It does not include the
-    models, the active op rules and the run page of the original's run.
+    A copy or pickle of a Session keeps the options, the scaler and the counts, but not the models, the active
+    op rules and the run page.
 
     Args:
         options: the options of the entry point, checked.
-        precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"auto"``, or a format below 16 bits. It is ``"fp32"``
-            if another engine such as DeepSpeed casts.
+        precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"auto"``, or a format below 16 bits. If another
+            engine such as DeepSpeed casts, ``precision`` is ``"fp32"``.
         words: the entry point's calls as error messages spell them, such as ``optimizer.step()``.
         sources: maps each option that was set to the place where it was set.
         enabled: False scales no loss, not even in fp16.
 
     Attributes:
         options: as given.
-        precision: the argument ``precision``. If it was ``"auto"``, this is the precision that was chosen.
+        precision: the argument ``precision``, or the precision that ``"auto"`` has chosen.
         words: as given.
         sources: as given.
         device: the device type, such as ``"cuda"``. It is empty until the run begins.
@@ -173,7 +173,7 @@ class Session:
 
     @property
     def training_dtype(self) -> torch.dtype:
-        """The dtype in which training computes. It is bfloat16 for formats below 16 bits."""
+        """The dtype in which training computes, which is bfloat16 for formats below 16 bits."""
         return TRAINING_DTYPES[self.precision]
 
     @property
@@ -323,7 +323,7 @@ class Session:
     def set_up_weights(self, model: nn.Module, fp32_modules: Sequence[str] = ()) -> bool:
         """Store a model's weights as the option ``weights`` says, before the model is wrapped or moved.
 
-        This method may be called again after the end of a run has made the weights float32.
+        ``set_up_weights`` may be called again after the end of a run has made the weights float32.
 
         Returns:
             True if the model's weights were in 16 bits before they were set up. A checkpoint that was loaded
@@ -363,7 +363,7 @@ class Session:
         This method may be called several times.
 
         Args:
-            models: the models. If they are wrapped in DistributedDataParallel, their gradients are reduced in
+            models: the models. If a model is wrapped in DistributedDataParallel, its gradients are reduced in
                 float32.
             optimizers: optimizers of torch, or the framework's wrappers of them.
             named: the models whose parameter names are used.
@@ -434,8 +434,8 @@ class Session:
 
         Args:
             given: a ``torch.amp.GradScaler``, an object with all methods of ``amp_plugin.GradScaler``, or
-                None. Options and state of torch's scaler are copied to a new ``amp_plugin.GradScaler``. None
-                means that no loss is scaled.
+                None. Options and state of torch's scaler are copied to a new ``amp_plugin.GradScaler``. With
+                None, no loss is scaled.
             name: the name of the attribute, for the error message.
 
         Raises:
@@ -471,7 +471,7 @@ class Session:
     def _max_skips(self) -> int:
         """The number of skipped steps in a row that ends the run.
 
-        If it is 0, skipped steps never end the run.
+        With 0, skipped steps never end the run.
         """
         return getattr(self.options, "max_skips_in_a_row", 0)
 
@@ -728,13 +728,14 @@ class EntryPoint:
             **options: ``kind="l2"`` or ``kind="wgan-gp"``, and ``target``.
 
         Returns:
-            The unscaled penalty (float32, 0-dim). It can be added to a loss, as in ``loss + 10 * penalty``.
+            The unscaled penalty (float32, 0-dim), which can be added to a loss, as in ``loss + 10 *
+            penalty``.
         """
         return penalty.gradient_penalty(outputs, inputs, scaler=self._scaler, **options)
 
 
 def endless_skips(step: StepResult, words: Words, growth: WeightGrowth) -> RuntimeError:
-    """Return the error for a run that skips all steps. It names parameters, a remedy, and a command.
+    """Return the error for a run that skips all steps. The error names parameters, a remedy, and a command.
 
     If the weights have grown, the remedy is a lower learning rate. A wider dtype would only delay the
     overflow.

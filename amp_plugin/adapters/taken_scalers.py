@@ -1,14 +1,14 @@
 """Replaces torch's GradScalers by amp_plugin's while a program runs under ``amp-plugin run``.
 
 During the run ``torch.amp.GradScaler``, like each of its aliases, names a subclass of
-``amp_plugin.GradScaler`` with torch's class name and signature. So ``type(scaler) is torch.amp.GradScaler``
-holds, subclasses in the program derive from amp_plugin's scaler, and a method that the program assigns to the
-class is called. If a program's subclass was defined before the takeover, from torch's own class, its
-instances are replaced when they are made.
+``amp_plugin.GradScaler`` with torch's class name and signature. Therefore ``type(scaler) is
+torch.amp.GradScaler`` holds, and subclasses in the program derive from amp_plugin's scaler. A method that the
+program assigns to the class is called. If a program's subclass was defined before the takeover, from torch's
+own class, its instances are replaced when they are made.
 
 A replaced scaler is pickled as an instance of torch's class with torch's state. Therefore a file that was
-written under ``amp-plugin run`` can be loaded without amp_plugin. If it is loaded under ``amp-plugin run``,
-the scaler becomes an ``amp_plugin.GradScaler`` again.
+written under ``amp-plugin run`` can be loaded without amp_plugin. If the file is loaded under ``amp-plugin
+run``, the scaler becomes an ``amp_plugin.GradScaler`` again.
 """
 
 from __future__ import annotations
@@ -65,10 +65,7 @@ class _StandsIn(ABCMeta):
     """
 
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
-        """Make a subclass for the program.
-
-        If it overrides torch's private methods, derive it from torch's class.
-        """
+        """Make a subclass for the program, based on torch's class if it overrides torch's private methods."""
         mixins = (kind for base in bases for kind in base.__mro__ if not issubclass(kind, _TORCHS))
         if any(_PRIVATE & names.keys() for names in (namespace, *map(vars, mixins))):
             bases = tuple(vars(base).get("_stands_for", base) for base in bases)

@@ -1,9 +1,9 @@
 """Makes torch.amp, Accelerate, Lightning and Fabric use amp_plugin in a program that is not edited.
 
-``amp-plugin run`` begins a :class:`Takeover`. The takeover starts when the program imports torch. It lasts as
-long as the process, because threads and ``atexit`` handlers run after the program's last line. Child
-processes inherit the environment variable ``AMP_PLUGIN_TAKEOVER``. Importing torch in a child process reads
-this variable (``amp_plugin_autoload``), so the takeover starts there too.
+``amp-plugin run`` begins a :class:`Takeover`. The takeover starts when the program imports torch. The
+takeover lasts as long as the process, because threads and ``atexit`` handlers run after the program's last
+line. Child processes inherit the environment variable ``AMP_PLUGIN_TAKEOVER``. Importing torch in a child
+process reads this variable (``amp_plugin_autoload``), so the takeover starts there too.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Takeover:
     Blocks of ``torch.autocast`` run on amp_plugin's kernels, and follow the op rules of ``rules`` if that
     file is given. New scalers, Accelerators, Trainers and Fabrics are replaced by those of amp_plugin.
     ``precision`` applies if the program chooses none. ``page`` is the path of the run page, an HTML report.
-    ``options`` are options of scalers and plugins, as text. They apply if the program does not set them.
+    ``options`` are options of scalers and plugins as text, for options that the program does not set.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Takeover:
         self._say(f"--precision auto is {choice.precision}: {choice.reason}")
 
     def _rules(self) -> OpRules | None:
-        """Return the op rules of the given file. If they cannot be used, print why and end the process."""
+        """Return the op rules of the given file. If the rules are not usable, say why and end the process."""
         if self._rules_file is None:
             return None
         from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
@@ -286,7 +286,9 @@ class Takeover:
         return replaced(kind, "__init__", init)
 
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of a scaler. The environment sets those that have torch's default.
+        """Return the keyword arguments of a scaler.
+
+        Environment variables replace those arguments that have torch's default.
 
         Raises:
             OptionError: an option of the loss scale is wrong. The error names the flag of ``amp-plugin run``
@@ -428,7 +430,7 @@ def bind_environment() -> None:
     processes of its program.
 
     Raises:
-        OptionError: one of the two variables has a wrong value. The error names the variable.
+        OptionError: one of the two environment variables has a wrong value. The error names the variable.
     """
     if _BOUND or is_launcher():
         return

@@ -284,8 +284,8 @@ class CastLog:
 def log_casts(model: nn.Module | None = None) -> CastLog:
     """Record each cast of inputs, weights and activations that autocast makes.
 
-    The log covers ``amp_plugin.autocast`` regions. It covers ``torch.autocast`` blocks only while rules of
-    ``set_default_rules`` are in force, because these blocks otherwise run on torch's kernels.
+    The log covers ``amp_plugin.autocast`` regions. Casts in ``torch.autocast`` blocks are logged only while
+    rules of ``set_default_rules`` are in force, because these blocks otherwise run on torch's kernels.
 
     The log does not include casts in compiled code, which are part of the compiled graph, nor conversions
     inside a kernel, such as ``softmax`` with ``dtype=``. An open log wraps the calls of modules. If no log is
@@ -296,8 +296,8 @@ def log_casts(model: nn.Module | None = None) -> CastLog:
             called outside of another module is treated as a model.
 
     Returns:
-        A context manager that records casts. Its methods ``records()``, ``table()``, ``to_pandas()``,
-        ``by_module()`` and ``by_op()`` return them.
+        A context manager that records casts. The methods ``records()``, ``table()``, ``to_pandas()``,
+        ``by_module()`` and ``by_op()`` return the casts.
 
     Raises:
         RuntimeError: the native core is missing. Entering the log also raises it if another log is already

@@ -109,7 +109,7 @@ def teach_dynamo(kind: type[torch.autocast]) -> None:
     """Make Dynamo trace regions that were created outside of compiled code, and restart its trace.
 
     Dynamo treats instances of subclasses of ``torch.autocast`` like torch's own blocks, so it would drop the
-    rules of a region. Before that, Dynamo looks at a table of types. This function adds ``kind`` to that
+    rules of a region. But Dynamo first looks at a table of types, and ``teach_dynamo`` adds ``kind`` to that
     table.
 
     Raises:

@@ -49,10 +49,10 @@ class AutocastKernels:
     """The native autocast kernels of this process, and the numbers of its rule sets.
 
     Attributes:
-        native: the native core while amp_plugin's kernels are installed, else None. If it is None, regions
-            are ``torch.autocast`` blocks.
+        native: the native core while amp_plugin's kernels are installed, else None. If ``native`` is None,
+            regions are ``torch.autocast`` blocks.
         leave: a function that closes a native region, given its position counted from the innermost region.
-            It stays set after the kernels are uninstalled, because regions may still be open.
+            ``leave`` stays set after the kernels are uninstalled, because regions may still be open.
         checked: maps a device type, a dtype and ``enabled``, which torch has accepted, to two openings for
             regions with these settings. The first opening keeps no casts, and the second opening keeps casts.
             For the dtype None, an opening holds torch's autocast dtype at the time of the check.

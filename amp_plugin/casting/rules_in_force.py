@@ -118,9 +118,10 @@ def set_default_rules(rules: OpRules | None) -> None:
     Compiled code checks for rules other than torch's only in the thread that called this function.
 
     Args:
-        rules: the new rules, which apply to their own device type. None removes the rules that this function
-            has set, on all device types. Blocks then follow the rules of ``AMP_PLUGIN_RULES``, ``amp-plugin
-            run`` or a framework plugin if there are any, and otherwise torch's rules.
+        rules: the new rules, which apply to their own device type. ``None`` removes the rules that
+            ``set_default_rules`` has set, on all device types. Blocks then follow the rules of
+            ``AMP_PLUGIN_RULES``, ``amp-plugin run`` or a framework plugin if there are any, and otherwise
+            torch's rules.
 
     Raises:
         TypeError: ``rules`` are not OpRules.
@@ -158,8 +159,8 @@ def rules_on_trial(rules: OpRules) -> Iterator[None]:
     """Inside the block, try rules on ``torch.autocast`` and on regions without rules of their own.
 
     A process can number only a limited count of rule sets. A trial uses up no number, because the rules on
-    trial take the number of the default rules. So there is no limit on the rule sets to try. During a trial,
-    compiled functions run eagerly.
+    trial take the number of the default rules. Therefore any number of rule sets can be tried. During a
+    trial, compiled functions run eagerly.
 
     Raises:
         ValueError: ``AMP_PLUGIN_RULES`` is set, so regions would follow the rules of that file.

@@ -107,15 +107,15 @@ def run_in(dtype: torch.dtype, *, keep: Iterable[str] = (), cast_back: bool = Fa
 
     Floating-point tensor arguments are cast to ``dtype``, except those in fp64. Tensors in lists, tuples,
     dicts and other containers that are registered with ``torch.utils._pytree`` are cast too. Weights are not
-    converted. They should already have ``dtype``, as fp32 weights have under autocast. If the function writes
-    to an argument that was cast, it writes to the copy. TorchScript runs a changed module in Python, and
-    cannot save a model that contains it.
+    converted. Weights should already have ``dtype``, as fp32 weights have under autocast. If the function
+    writes to an argument that was cast, it writes to the copy. TorchScript runs a changed module in Python,
+    and cannot save a model that contains it.
 
     Args:
         dtype: a floating-point dtype, usually ``torch.float32``.
         keep: the names of arguments that are not cast.
         cast_back: True casts floating-point outputs to the original dtype of the first argument that can be
-            cast. Without such an argument, outputs are not cast.
+            cast. If no argument can be cast, outputs are not cast.
 
     Returns:
         A decorator for a function, a class statement or a module instance. Modules and classes are changed in

@@ -20,14 +20,14 @@ from amp_plugin.casting.run_in import change_class
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionState:
-    """The autocast state of one device type. It can be pickled and sent to other processes.
+    """The autocast state of one device type, which can be pickled and sent to other processes.
 
     Attributes:
         device_type: the device type, such as ``"cpu"``.
         dtype: the dtype to which autocast casts.
         enabled: False if autocast is off.
-        cache_enabled: True reuses the casts of weights inside the region. None uses the setting of the
-            enclosing block.
+        cache_enabled: True reuses the casts of weights inside the region. With None, the setting of the
+            enclosing block applies.
         rules: the op rules, or None for the default rules.
     """
 
@@ -87,7 +87,7 @@ def autocast_module(module: Module, *states: RegionState) -> Module:
 
     Args:
         module: the module or its ``nn.DataParallel`` wrapper. The module is changed in place.
-        states: one ``RegionState`` for each device type. The default is the autocast state of this thread.
+        states: a ``RegionState`` for each device type. The default is the autocast state of this thread.
 
     Returns:
         The module.
@@ -154,9 +154,10 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
     """Return the contexts that ``torch.utils.checkpoint`` enters in forward and in recomputation.
 
     Torch's checkpoint restores only the autocast dtype and whether autocast is on. Pass this function as
-    ``context_fn`` if a region has ``rules=`` and the checkpoint is non-reentrant. It is not needed for rules
-    that were set by ``set_default_rules``. A reentrant checkpoint accepts no contexts, and recomputes with
-    the default rules. In this case, open the region with ``rules=`` inside the checkpointed function.
+    ``context_fn`` if a region has ``rules=`` and the checkpoint is non-reentrant. Rules that were set by
+    ``set_default_rules`` do not need it. A reentrant checkpoint accepts no contexts, and recomputes with the
+    default rules. For a reentrant checkpoint, open the region with ``rules=`` inside the checkpointed
+    function.
 
     Returns:
         A pair of contexts. The context for the forward pass does nothing. The context for the recomputation

@@ -1,8 +1,8 @@
 """Lists the calls of each function that concern losses, gradients and scalers, in source order.
 
-These calls are the events of the function, such as ``scaler.step(optimizer)``. Each event has the conditions,
-loops and autocast regions around the call. Two events can run in the same iteration if the conditions of one
-event include the conditions of the other.
+A call such as ``scaler.step(optimizer)`` is an event of the function that contains it. Each event has the
+conditions, loops and autocast regions around the call. Two events can run in the same iteration if the
+conditions of one event include the conditions of the other.
 """
 
 from __future__ import annotations

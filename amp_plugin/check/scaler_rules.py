@@ -107,7 +107,7 @@ def step_past_scaler(module: Module) -> Iterator[Hit]:
 def _has_stepped(flow: Flow, before: Event, step: Event) -> bool:
     """Return True if ``step`` always follows a scaler's step of the same optimizer and loss.
 
-    Such a step was meant for the branch without a scaler, but is outside of that branch.
+    The step was meant for the branch without a scaler, but is outside of that branch.
     """
     is_next = before.position < step.position and before.context.loops == step.context.loops
     if not is_next or before.optimizer != step.who or _extra(step, before):

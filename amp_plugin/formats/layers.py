@@ -426,7 +426,7 @@ def convert(
             as the path of a YAML file. The first pattern that matches a layer decides its format.
         fp32_modules: Names, patterns or class names of modules whose layers are not converted.
         recipe: torchao's configuration of the format, or the name of a torchao recipe.
-        emulate: True emulates the format. This gives correct numbers on any device, but it is slow.
+        emulate: True emulates the format. Emulation gives correct numbers on any device, but it is slow.
 
     Returns:
         The model.

@@ -8,9 +8,10 @@ products. :class:`Rounded` emulates these products in any format on any device::
     grad_weight = Q(grad.T) @ Q(x.T).T         sums over the rows of x
 
 For float32 inputs the results are bitwise equal to those of torchao's emulated float8 and mxfp8 layers. For
-nvfp4 torchao has only GPU kernels. This module also emulates their Hadamard transform, with torchao's matrix.
-The emulation of nvfp4 differs from torchao's kernels in two details. It rounds gradients to nearest, but the
-kernels round them stochastically. It rounds weights in blocks of 16, but the kernels use 16x16 tiles.
+nvfp4 torchao has only GPU kernels, whose Hadamard transform is emulated here too, with torchao's matrix. The
+emulation of nvfp4 differs from torchao's kernels in two details. The emulation rounds gradients to nearest,
+but the kernels round them stochastically. The emulation rounds weights in blocks of 16, but the kernels use
+16x16 tiles.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ def products(
         name: The name of the format.
         x: The input, rows x in_features.
         weight: out_features x in_features.
-        grad: The gradient of the output, rows x out_features. If it is None, only the output is computed.
+        grad: The gradient of the output, rows x out_features. If ``grad`` is None, only the output is
+            computed.
     """
 
     def rounded(matrix: Tensor, *, is_gradient: bool = False) -> Tensor:

@@ -213,8 +213,8 @@ def compile_flags(width: str) -> list[str]:
 def compile_core(folder: Path, width: str) -> Path:
     """Compile a core into an empty folder, in a child process.
 
-    If this CPU can run the core, the child process also loads it. If the child process fails, a RuntimeError
-    with its complete output is raised.
+    If this CPU can run the core, the child process also loads the core. If the child process fails, a
+    RuntimeError with its complete output is raised.
     """
     units = sorted(str(file) for file in SOURCES.glob(UNITS))
     if not units:

@@ -67,7 +67,7 @@ def digest(parts: Mapping[str, str]) -> str:
 
 
 def obtain(file: Path, make: Callable[[Path], Path], *, rebuild: bool = False) -> Path:
-    """Return a cached file. If it is missing, a single process calls ``make`` to build the file.
+    """Return a cached file. If the file is missing, a single process calls ``make`` to build it.
 
     ``make`` gets an empty folder and returns the file. Files that do not match their seal count as missing.
 

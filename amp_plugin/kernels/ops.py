@@ -11,12 +11,13 @@ Every kernel on every device follows this contract:
 
 - ``inv_scale`` and ``factor`` are tensors of one element, in float32 or float64, on the gradients' device.
   The host never reads them.
-- ``norm`` is a new float32 0-dim tensor. It is the ``norm_type`` norm of all gradients as one flat vector,
+- ``norm`` is a new float32 0-dim tensor with the ``norm_type`` norm of all gradients as one flat vector,
   *multiplied by inv_scale* (except for ``norm_type`` 0). Chunks of at most 65536 elements are summed in
-  float32. The sums of the chunks are added in float64, or as a tree in a fixed order. So the norm is correct
-  to 1e-6 and the same in every run. If a gradient contains inf or nan, the norm is inf or nan.
-- ``found_inf`` is a new float32 0-dim tensor that is exactly 0.0 or 1.0. It is 1.0 if any element is not
-  finite, before or after the op writes it. Overflows of an element's square do not count.
+  float32. The sums of the chunks are added in float64, or as a tree in a fixed order. Therefore the norm is
+  correct to 1e-6 and the same in every run. If a gradient contains inf or nan, the norm is inf or nan.
+- ``found_inf`` is a new float32 0-dim tensor that is exactly 0.0 or 1.0. ``found_inf`` is 1.0 if any element
+  of a gradient is not finite, before or after the op writes it. Overflows of an element's square do not
+  count.
 - ``flags`` is a new uint8 tensor ``[len(grads)]``. Bit 0 stands for inf and bit 1 for nan.
 - The three ops on weights accept float32, bfloat16 and int16 tensors of any strides and sizes.
 - Kernels increase the version counter of each tensor that they write. A factor of exactly 1 writes nothing.

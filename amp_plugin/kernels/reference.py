@@ -3,7 +3,7 @@
 Tensors are processed one at a time in float64 (or float32 on devices without float64), and results are
 rounded once when they are written. :mod:`amp_plugin.kernels.ops` states the contract of the ops.
 
-**Ranks.** Norms of several ranks cannot be added, but their powers can. So each rank sends these float64
+**Ranks.** Norms of several ranks cannot be added, but their powers can. Each rank sends these float64
 numbers::
 
     packed = [the sum of norm ** p, for each way of spreading gradients over ranks, ...,
@@ -126,7 +126,8 @@ def multiply_(
     """Multiply gradients by a factor in place. Return ``found_inf`` of the products.
 
     If ``max_norm`` is given, ``factor`` is a norm, and the gradients are multiplied by ``clip_factor(factor,
-    max_norm, None, found_inf)``. If they are multiplied by 1, nothing is written and the result is 0.
+    max_norm, None, found_inf)``. If the gradients are multiplied by 1, nothing is written and the result is
+    0.
     """
     value = factor.reshape(()) if max_norm is None else clip_factor(factor, max_norm, None, found_inf)
     for grad in grads:
@@ -231,8 +232,8 @@ def judge_step_(
         action 2, raise:  the step is skipped if it is a spike, and all later ones, until ``held`` is set to 0
         each growth tracker: less 1 if the step is skipped without an overflow (the update will add it again)
 
-    A spike updates the statistics with the limit instead of its own value. So a single spike raises the limit
-    only a little, but a permanent rise of the values is accepted after some steps. During the first
+    A spike updates the statistics with the limit instead of its own value. Therefore a single spike raises
+    the limit only a little, but a permanent rise of the values is accepted after some steps. During the first
     ``window`` steps the mean is an arithmetic mean, and afterwards it is an exponential moving average.
 
     Args:
@@ -294,8 +295,8 @@ def pack_measurements_(
     """Write the numbers that a collective combines over ranks into ``packed`` (``[len(replicas) + 1]``).
 
     Args:
-        packed: float64. It has one element for each way of spreading gradients over ranks, and ``found_inf``
-            as the last element.
+        packed: A float64 tensor with one element for each way of spreading gradients over ranks, and
+            ``found_inf`` as the last element.
         norms: The norms of groups of gradients.
         found_infs: The ``found_inf`` of each of these groups.
         slots: The index in ``packed`` to which each norm belongs.
@@ -760,9 +761,9 @@ def step_(
         rule: A key of :data:`RULES`.
         numbers: The numbers of the rule, in the order of its ``numbers``.
         lr: A learning rate on the device (one element), which replaces the first number.
-        grad_scale: The divisor of the gradients (one element). It is a loss scale, possibly combined with a
-            clip factor.
-        found_inf: A tensor of one element. If it is above 0, only the gradients are written.
+        grad_scale: The divisor of the gradients (one element), which is a loss scale, possibly combined with
+            a clip factor.
+        found_inf: A tensor of one element. If ``found_inf`` is above 0, only the gradients are written.
     """
     entry, count = RULES[rule], len(params)
     named = SimpleNamespace(**dict(zip(entry.numbers, numbers, strict=True)))

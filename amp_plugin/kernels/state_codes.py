@@ -72,7 +72,7 @@ def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Te
         if drawn is not None:
             share[: flat.numel()] = drawn
         high, low = (share >> 8).view_as(kept), (share & 0xFF).view_as(kept)
-        # This is a fused multiply-add followed by an addition.
+        # The code is computed by a fused multiply-add followed by an addition.
         code = (kept.double() * inverse + low * 2.0**-16).float() + high * 2.0**-8
         codes = torch.where(kept == 0, 0, code.clamp(1, _MOST_UNSIGNED)).to(torch.uint8)
     return torch.cat([codes, unit.flatten().view(torch.uint8).view(blocks, 4)], 1).flatten()
@@ -82,8 +82,8 @@ def encode_exactly(flat: Tensor, *, signed: bool) -> Tensor:
     """Return codes that decode to exactly the given numbers, if these were decoded from codes.
 
     Other numbers are rounded to the nearest codes. The scale of a block cannot be computed exactly from its
-    largest number, whose code may have been rounded down by one. So neighbours of the computed scale are
-    tried.
+    largest number, whose code may have been rounded down by one. Therefore neighbours of the computed scale
+    are tried.
     """
     kept = _kept(flat, signed=signed)
     asked_for = _units(kept, signed=signed)

@@ -98,7 +98,7 @@ def shard_unit(
     apart = _outermost(members, in_fp32)
     if has_dtypes_by_parameter():
         # torch can gather each weight in its stored dtype or in a lower dtype.
-        # So float32 weights that stay in fp32 need no separate unit.
+        # Therefore float32 weights that stay in fp32 need no separate unit.
         beside = [m for m in apart if m not in members and HALVES.isdisjoint(p.dtype for p in m.parameters())]
         apart = [module for module in apart if module not in beside]
         kept = {id(param) for module in beside for param in module.parameters()}

@@ -26,7 +26,8 @@ class DtypePlan:
     Attributes:
         compute: ``"fp16"``, ``"bf16"`` or ``"fp32"``, or the torch.dtype.
         fp32_modules: Names of modules (``"encoder.norm"``, wildcards allowed) or of module classes
-            (``"LayerNorm"``). These modules compute in fp32, and FSDP gathers their weights in fp32.
+            (``"LayerNorm"``). Modules in ``fp32_modules`` compute in fp32, and FSDP gathers their weights in
+            fp32.
         reduce: The dtype in which gradients are reduced and accumulated. ``"bf16"`` sends half the bytes of
             ``"fp32"``.
         weights: How trainable weights are stored, as in ``store_weights``. FSDP1 supports only ``"fp32"``.

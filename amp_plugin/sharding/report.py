@@ -48,8 +48,8 @@ class ShardUnit:
         stored: The distinct dtypes of the unit's trainable weights between steps, or of its frozen weights if
             none is trainable. For weights that are stored as 16-bit pairs it is the 16-bit dtype. There are
             several dtypes if some weights of the unit stay in float32.
-        gathered: The dtype in which the unit's weights are gathered and used in forward. It is
-            ``torch.uint8`` if torch gathers weights of several dtypes together, as bytes.
+        gathered: The dtype in which the unit's weights are gathered and used in forward, or ``torch.uint8``
+            if torch gathers weights of several dtypes together, as bytes.
         reduced: The dtype in which the unit's gradients are reduced, or None if all its weights are frozen.
         parameters: The number of elements of the unit on all ranks. Under tensor parallelism, only this
             rank's elements are counted.

@@ -11,7 +11,7 @@ discontinuity, the result changes by more than rounding. The fraction of these e
 ``explained``, up to 3 * explained of the input.
 
 An assertion fails if a loss, or the gradients of a step, differ from the wide run by more than 3 * explained.
-It also fails if writing the weights loses more than this fraction of an update.
+An assertion also fails if rounding of the weights loses more than 3 * explained of an update.
 """
 
 from __future__ import annotations
@@ -179,9 +179,9 @@ def assert_trains_like(
     squares.
 
     Args:
-        step: a function that performs one training step, with forward, backward and optimizer step. If it
-            returns a tensor, this is the loss. If ``precision`` is given, the function gets an autocast
-            region as an argument, and opens the region around its forward pass.
+        step: a function that performs one training step, with forward, backward and optimizer step. If
+            ``step`` returns a tensor, this is the loss. If ``precision`` is given, the function gets an
+            autocast region as an argument, and opens the region around its forward pass.
         reference: the dtype of the reference run.
         precision: the dtype of the autocast region. By default the function ``step`` opens its own region.
         steps: the number of steps to run.

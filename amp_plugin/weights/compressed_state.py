@@ -66,7 +66,7 @@ class CompressedState(DecodedTensor):
             form: ``"bf16"`` or ``"8bit"``.
             name: The name of the state in the optimizer, such as ``"exp_avg"``.
             step: The step count, from which the random numbers for stochastic rounding of second moments
-                follow. If it is None, they are rounded to nearest.
+                follow. If ``step`` is None, second moments are rounded to nearest.
             loaded: True if ``value`` may have been decoded from 8-bit codes. Encoding then yields the same
                 codes again.
         """

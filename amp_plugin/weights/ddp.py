@@ -1,14 +1,13 @@
 """Makes DDP reduce the gradients of stored weights in float32, and rejects FSDP1 and DeepSpeed.
 
 By default, DDP expects gradients in the dtype of the parameters, and reduces in that dtype. The gradients of
-stored weights are float32. So a communication hook reads ``.grad`` itself, which is the sum over all
-micro-batches of the step, and reduces it in float32. DDP then writes the result to ``.grad``. DDP still
-chooses the buckets, their order and their overlap with backward. The memory of DDP's buckets, 2 bytes per
-element, is not used.
+stored weights are float32. Therefore a communication hook reduces ``.grad`` itself, the sum over all
+micro-batches of the step, in float32. DDP then writes the result to ``.grad``. DDP still chooses the buckets,
+their order and their overlap with backward. The memory of DDP's buckets, 2 bytes per element, is not used.
 """
 
-# This file has no "from __future__ import annotations".
-# DDP compares the annotations of a hook with its own classes.
+# This file must not use "from __future__ import annotations".
+# DDP compares the annotations of a communication hook with classes of torch.
 from functools import partial
 from typing import Any
 
@@ -27,9 +26,9 @@ _DONE = "_amp_plugin_reduces_in_fp32"
 def reduce_in_fp32(model: nn.Module) -> None:
     """Make each DistributedDataParallel in a model reduce the gradients of stored weights in float32.
 
-    This function also copies the exact float32 weights of rank 0 to all ranks, as DDP does with ordinary
-    parameters. It runs collectives, so every rank must call it. It changes nothing if there is no DDP or no
-    stored weight, or at a second call.
+    The exact float32 weights of rank 0 are also copied to all ranks, as DDP does with ordinary parameters.
+    Every rank must call this function, because it runs collectives. If there is no DDP or no stored weight,
+    or at a second call, nothing changes.
 
     Args:
         model: The model with its DDP wrapper.

@@ -67,8 +67,8 @@ def export(
         prefix: Only weights whose names begin with this text are written. It is removed from their names.
         key: The key of the state dict in a file of ``torch.save``.
         trust: True unpickles arbitrary objects, so that Python code in the file can run.
-        max_shard_size: The largest size of a shard, such as ``"5GB"``. If it is empty, a single file is
-            written.
+        max_shard_size: The largest size of a shard, such as ``"5GB"``. If ``max_shard_size`` is empty, a
+            single file is written.
 
     Raises:
         FileNotFoundError, ValueError: The checkpoint is damaged or of an unknown kind.
@@ -256,7 +256,7 @@ def _named(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _write_file(made: Mapping[str, Tensor], target: Path) -> None:
-    """Write one safetensors file. It has a temporary name until it is complete."""
+    """Write one safetensors file, which has a temporary name until it is complete."""
     from safetensors.torch import save_file  # noqa: PLC0415 - for this command only
 
     unfinished = target.with_name(f"{target.name}.tmp")

@@ -17,9 +17,9 @@ _Tensors = Sequence[Tensor]
 class SplitBf16:
     """A bfloat16 weight and an int16 remainder, which together hold all bits of a float32 weight.
 
-    This class is also the base class of the other formats. Any weight and any remainder join to a float32
-    number that rounds to the weight. So other code may write the 16-bit weight without knowing about the
-    remainder.
+    SplitBf16 is also the base class of the other formats. Any weight and any remainder join to a float32
+    number that rounds to the weight. Therefore other code may write the 16-bit weight without knowing about
+    the remainder.
     """
 
     dtype = torch.bfloat16  # the dtype of the 16-bit weights

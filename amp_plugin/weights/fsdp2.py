@@ -60,8 +60,8 @@ def notice_new_shards(model: nn.Module) -> None:
 def carry_into_shards() -> None:
     """Make ``fully_shard`` keep the remainders of stored weights. Further calls have no effect.
 
-    ``fully_shard`` makes a new parameter from each weight. Without this change, it would use only the 16-bit
-    weight and lose the remainder.
+    ``fully_shard`` makes a new parameter from each weight. Without this change, ``fully_shard`` would use
+    only the 16-bit weight and lose the remainder.
     """
     if not torch.distributed.is_available():
         return

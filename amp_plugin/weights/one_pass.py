@@ -1,8 +1,8 @@
 """Takes a whole optimizer step with one op, instead of calling ``optimizer.step``.
 
-The op reads each gradient once. It divides the gradient by the loss scale, clips the gradient and writes it
-back. Then it updates the parameter and stores it. After an overflow the op only writes gradients. The step
-uses torch's own parameter groups, states, step counters and hooks, so a run may switch between this op and
+The op reads each gradient once, divides it by the loss scale, clips it and writes it back. The op also
+updates the parameters and stores them. After an overflow the op only writes gradients. The step uses torch's
+own parameter groups, states, step counters and hooks, so a run may switch between this op and
 ``optimizer.step`` at any time.
 """
 
@@ -158,8 +158,8 @@ _own: set[int] = set()
 def take_bare_step(optimizer: Optimizer) -> list[Tensor]:
     """Take a step without a loss scale in one pass, when the user calls ``optimizer.step()``.
 
-    This function runs before the optimizer's own step. The own step would need the decompressed states of all
-    parameters at the same time.
+    ``take_bare_step`` runs before the optimizer's own step. The optimizer's own step would need the
+    decompressed states of all parameters at the same time.
 
     Returns:
         The parameters that were stepped. The caller hides their gradients, so that the optimizer's own step
@@ -183,21 +183,21 @@ class _Row:
     """Describes how the parameter groups of an optimizer class become calls of the op ``step_``.
 
     Attributes:
-        rule: A function of a parameter group. It returns the name of the rule, which is a key of
-            ``kernels.reference.RULES``, and the names of the rule's states in the optimizer's state.
+        rule: A function that returns two things for a parameter group: the name of the rule, which is a key
+            of ``kernels.reference.RULES``, and the names of the rule's states in the optimizer's state.
         numbers: The options of a parameter group that are passed to the rule as numbers, in order.
             ``"betas.0"`` is the first item of ``betas``.
         counters: The names of step counters in the optimizer's state that the rule updates.
         fixed: Maps options that the rule does not support to the only value that they may have. A name with a
-            leading dot is an attribute of the optimizer. None stands for a class of torch, whose options are
-            all known.
+            leading dot is an attribute of the optimizer. ``fixed`` is None for classes of torch, whose
+            options are all known.
         ignored: Options that do not change the result of a step.
-        schedule: A function of a parameter group. It returns options of the group that a step changes, and
-            numbers that depend on these options. Steps with a schedule are taken in one pass only on the CPU,
-            because the host must know at once whether a step was skipped. The function raises ValueError if
-            no step can be taken.
-        call: A function of the tensors and the parameter group. It returns the function that takes the step
-            by one op, or by several ops with torch's own computations between them.
+        schedule: A function that returns the options of a parameter group that a step changes, and numbers
+            that depend on these options. Steps with a schedule are taken in one pass only on the CPU, because
+            the host must know at once whether a step was skipped. The function raises ValueError if no step
+            can be taken.
+        call: A function that takes the tensors and the parameter group. Its result is a function that takes
+            the step by one op, or by several ops with torch's own computations between them.
         why_not: A function that returns the reason why this torch release does not support the class, or
             ``""`` if it does.
     """

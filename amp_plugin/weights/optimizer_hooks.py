@@ -58,8 +58,8 @@ def add_optimizer(optimizer: Optimizer, state: str | None = None) -> None:
 
     Args:
         optimizer: The optimizer.
-        state: The format in which the optimizer's moments are stored between steps. None keeps the format
-            that was chosen earlier.
+        state: The format in which the optimizer's moments are stored between steps. ``state=None`` keeps the
+            format that was chosen earlier.
 
     Raises:
         TypeError: Optimizers of this class cannot step stored parameters.
@@ -206,7 +206,7 @@ class OptimizerHooks:
         return None
 
     def _take_in_one_pass(self, optimizer: Optimizer) -> bool:
-        """Step in one pass. Then hide the gradients, so that the optimizer's own step does nothing."""
+        """Step in one pass, and hide the gradients so that the optimizer's own step does nothing."""
         stepped = [param for take in _takes_steps for param in take(optimizer)]
         self._hidden = [(param, param.grad) for param in stepped]
         for param in stepped:

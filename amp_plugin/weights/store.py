@@ -85,22 +85,23 @@ def store_weights(
 
     The parameters stay the same objects. State dicts, copies and pickles are the same as for a float32 model.
     Call ``store_weights`` before the first step and before DistributedDataParallel. If an optimizer is
-    created later, pass it to ``add`` of the returned store before the optimizer loads a state dict. If it
-    loads none, it is added automatically at its first step.
+    created later, pass it to ``add`` of the returned store before the optimizer loads a state dict. An
+    optimizer that loads no state dict is added automatically at its first step.
 
     Args:
         model: A model in float32, bfloat16 or float16, on any device. If FSDP2 shards the model, the model
-            must be in float32. In this case all weights that FSDP2 gathers in 16 bits are stored, including
-            those of norms and embeddings.
+            must be in float32. All weights that FSDP2 gathers in 16 bits are then stored, including those of
+            norms and embeddings.
         *optimizers: Optimizers of the model's parameters, of any class.
         weights: Which weights are stored, and how.
             ``"bf16"``: each weight that autocast would cast (Linear, convolutions, attention projections)
             becomes a bfloat16 weight and a 16-bit remainder, which together hold all bits of float32. Norms,
-            embeddings and other weights stay float32. ``"fp16"``: the same weights as float16, with a float32
-            copy. ``"bf16-true"``, ``"fp16-true"``: all weights, for a model that computes in 16 bits without
-            autocast. ``"bf16-stochastic"``: the same weights as with ``"bf16"``, but without remainders. Each
-            step stores its result with stochastic rounding. ``"fp32"``: no weight is stored in 16 bits.
-            Weights that are in 16 bits become float32. Frozen weights do so once they become trainable.
+            embeddings and other weights stay float32. ``"fp16"``: the same weights as with ``"bf16"``, but as
+            float16 weights with a float32 copy. ``"bf16-true"``, ``"fp16-true"``: all weights, for a model
+            that computes in 16 bits without autocast. ``"bf16-stochastic"``: the same weights as with
+            ``"bf16"``, but without remainders. Each step stores its result with stochastic rounding.
+            ``"fp32"``: no weight is stored in 16 bits. Weights that are in 16 bits become float32. Frozen
+            weights do so once they become trainable.
         state: The format of the optimizers' moments between steps: ``"fp32"``, ``"bf16"``, or ``"8bit"``
             (8-bit codes with one scale for each 128 elements). If amp_plugin has a rule for the optimizer's
             class, one op steps with the compressed moments. For other optimizers the moments are float32

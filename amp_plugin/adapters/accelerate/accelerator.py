@@ -252,7 +252,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
     def _set_up(self, models: Sequence[nn.Module], *, trained: bool = True) -> None:
         """Store weights, make ``fp32_modules`` compute in fp32, and put forwards under autocast.
 
-        This method may be called several times for a model.
+        ``_set_up`` may be called several times for a model.
         """
         wanted = self._options.fp32_modules
         matched = {model: found_patterns(model, wanted) for model in models}
@@ -388,7 +388,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     @outside_graphs
     def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """Clip the norm of the unscaled gradients. This happens only at the end of an accumulation window.
+        """Clip the norm of the unscaled gradients, but only at the end of an accumulation window.
 
         Args:
             parameters: the parameters of one or several optimizers. A prepared optimizer is accepted too.
@@ -444,8 +444,8 @@ class AmpAccelerator(EntryPoint, Accelerator):
         """Log values to all trackers, and add the loss scale, skips and norms of new optimizer steps.
 
         Args:
-            values: the values to log. If they contain ``loss_scale``, ``skipped_steps`` or ``grad_norm``,
-                these values are logged unchanged.
+            values: the values to log. Values for ``loss_scale``, ``skipped_steps`` or ``grad_norm`` in
+                ``values`` are logged unchanged.
             *args: further arguments of Accelerator.
             **kwargs: further arguments of Accelerator.
         """

@@ -24,8 +24,8 @@ from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.overflows import OverflowReport
 from amp_plugin.scaling.step_log import StepResult
 
-# These six tables say how each option is handled.
-# A test compares them with the options of AmpKwargs.
+# The next six tables say how each option of AmpKwargs is handled under DeepSpeed.
+# A test compares the tables with the options of AmpKwargs.
 
 INSTEAD: Final = {
     "weights": "'fp16_master_weights_and_grads' of 'fp16' or 'bf16_master_weights_and_grads' of 'bf16'",

@@ -24,7 +24,7 @@ from amp_plugin.sharding.plan import DtypePlan
 
 @dataclass(kw_only=True, eq=False)
 class MixedForward:
-    """Replaces ``module.forward``. This object is pickled, copied and compiled together with its module."""
+    """Replaces ``module.forward``. Pickles, copies and compiled forms of the module include it."""
 
     module: nn.Module
     training: RegionState

@@ -27,7 +27,7 @@ def install(options: AmpKwargs | None = None, *, made: Callable[[AmpAccelerator]
     Use ``install()`` for code that makes its own Accelerator, such as ``transformers.Trainer``. Subclasses of
     Accelerator keep their methods. Accelerators that already exist do not change, and a warning names them.
     Call ``install()`` at the top level of the main module, because spawned child processes import that module
-    again. If it is called several times, the last options apply.
+    again. If ``install()`` is called several times, the last options apply.
 
     Args:
         options: the options of every Accelerator whose ``kwargs_handlers`` contain no AmpKwargs.
@@ -75,7 +75,7 @@ def _warn_of_earlier_ones() -> None:
 def _set_weights_up_before_transformers_loads() -> None:
     """Make ``transformers.Trainer`` set up weights before it loads a checkpoint.
 
-    In the other order the checkpoint would be rounded to 16 bits.
+    Loading the checkpoint first would round it to 16 bits.
     """
     trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer is None or hasattr(trainer._load_from_checkpoint, "sets_up_weights"):

@@ -31,7 +31,7 @@ class AmpOptimizer(AcceleratedOptimizer):
                 optimizer sees them.
 
         Returns:
-            The result of the wrapped optimizer's ``step``. It is None within a window, or if the step was
+            The result of the wrapped optimizer's ``step``, or None within a window or if the step was
             skipped.
         """
         arguments = [] if closure is None else [closure]

@@ -1,4 +1,4 @@
-"""AmpKwargs holds the options for Accelerate. This module finds where each value comes from.
+"""AmpKwargs holds the options for Accelerate. ``resolve`` takes each option from one of several sources.
 
 The first of the following sources that sets an option decides::
 

@@ -1,8 +1,8 @@
 """FabricAmpPrecision translates the calls of Lightning's Fabric into calls of its session.
 
 Fabric does not tell a plugin its device, so the plugin takes the device from the strategy when a module is
-set up. Nor does Fabric tell a plugin when an iteration ends, so a pending update of the loss scale is applied
-when the next loss is scaled.
+set up. Fabric does not tell a plugin either when an iteration ends, so a pending update of the loss scale is
+applied when the next loss is scaled.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class FabricPrecision(PrecisionCore):
         After an overflow the norm is infinite and the step is skipped.
 
         Args:
-            optimizer: the optimizer whose gradients are clipped. It may be the wrapper from ``fabric.setup``
-                or torch's optimizer.
+            optimizer: the optimizer whose gradients are clipped. Both the wrapper from ``fabric.setup`` and
+                torch's optimizer are accepted.
             max_norm: the largest total norm.
             norm_type: the p of the p-norm.
 

@@ -24,18 +24,17 @@ class Monitor:
     The progress bar and all loggers get ``loss_scale``, ``skipped_steps`` and ``grad_norm``, the norm of the
     unscaled gradients before clipping. If there are several optimizers, each has its own norm:
     ``grad_norm/0``, ``grad_norm/1`` and so on, in the order of ``configure_optimizers``. In bf16 and fp32
-    there is no loss scale. In these precisions ``grad_norm`` is logged, and from the first skipped step on
-    also ``skipped_steps``.
+    there is no loss scale, and ``skipped_steps`` is logged only from the first skipped step on.
 
-    The error that ends a run names the affected parameters. It also names the command that finds the failing
-    op and its line. Results are read from a GPU only every few steps, so the error may come a few steps late.
+    The error that ends a run names the affected parameters, and the command that finds the failing op and its
+    line. Results are read from a GPU only every few steps, so the error may come a few steps late.
 
     Args:
         max_skips_in_a_row: The number of skipped steps in a row of one optimizer that ends the run.
-        every_n_steps: The number of optimizer steps between two reads of the GPU. None means the Trainer's
-            ``log_every_n_steps``.
-        report: The path of a run page (an HTML report, see ``amp_plugin.report``). It waits for the device at
-            each step.
+        every_n_steps: The number of optimizer steps between two reads of the GPU. With None, it is the
+            Trainer's ``log_every_n_steps``.
+        report: The path of a run page (an HTML report, see ``amp_plugin.report``), which waits for the device
+            at each step.
 
     Raises:
         ValueError: an argument is not a whole number of at least 1.

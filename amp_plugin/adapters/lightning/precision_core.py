@@ -195,7 +195,7 @@ class PrecisionCore(EntryPoint):
         return self.autocast_context_manager()
 
     def autocast_context_manager(self) -> torch.autocast:
-        """Return a new autocast region. It is disabled if all weights are stored in 16 bits."""
+        """Return a new autocast region, which is disabled if all weights are stored in 16 bits."""
         if not self.device:
             msg = (
                 f"{self!r} does not know its device before trainer.fit (in Fabric, fabric.setup with a "
@@ -209,8 +209,8 @@ class PrecisionCore(EntryPoint):
     def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
         """Step a scheduler unless its optimizer's step was skipped.
 
-        This method is for manual optimization and for Fabric. Call it after each ``optimizer.step()`` that
-        the scheduler counts. With a fused optimizer on a GPU the host learns of a skipped step one step
+        ``step_scheduler`` is for manual optimization and for Fabric. Call it after each ``optimizer.step()``
+        that the scheduler counts. With a fused optimizer on a GPU the host learns of a skipped step one step
         later. The scheduler is then held back at the next step instead, unless ``exact_schedulers`` is on.
 
         Args:

@@ -336,7 +336,7 @@ class TrainerPrecision(PrecisionCore):
     def _clips_as_stock(self, optimizer: Optimizer) -> bool:
         """Return whether Lightning's own clipping is used.
 
-        It is used if no loss was scaled so far, or if the user overrides ``main_params``.
+        Lightning's clipping is used if no loss was scaled so far, or if the user overrides ``main_params``.
         """
         core = self._scaler.core
         if self._scaler.is_enabled() and not core.has_scaled:
@@ -358,7 +358,7 @@ class TrainerPrecision(PrecisionCore):
         payload = checkpoint.pop(type(self).__qualname__, None)
         if payload:
             # Lightning's own plugin cannot load a state without a loss scale.
-            # So such a state is saved under a separate key.
+            # Therefore a state without a loss scale is saved under a separate key.
             checkpoint[self.checkpoint_key if "scale" in payload else OUR_KEY] = payload
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

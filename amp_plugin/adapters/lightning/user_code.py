@@ -68,7 +68,7 @@ def _needs_closure(kind: Any) -> bool:
 def calls_closure_again(optimizer: Optimizer) -> bool:
     """Return whether an optimizer may call its closure several times, or change weights before it.
 
-    These are optimizers that cannot step without a closure (such as LBFGS), and optimizers with the attribute
+    Optimizers that cannot step without a closure (such as LBFGS) do so, and optimizers with the attribute
     ``calls_closure_again = True`` (such as SAM). All other optimizers call the closure once and at the start
     of ``step()``, so the closure can also run before ``step()``.
     """
