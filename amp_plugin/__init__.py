@@ -1,8 +1,8 @@
 """Automatic mixed precision for PyTorch, Lightning and Accelerate.
 
 Public names are imported lazily, when they are first used. Therefore ``import amp_plugin`` compiles nothing,
-imports no framework and does not touch a GPU. The names for a framework need that framework, and ``__all__``
-contains them only if it is installed.
+imports no framework and does not touch a GPU. Names that need a framework are in ``__all__`` only if that
+framework is installed.
 
 Example:
     >>> import amp_plugin

@@ -28,10 +28,10 @@ class Needs:
 
     Attributes:
         nvidia: NVIDIA's first compute capability with fast arithmetic in the format.
-        nvidia_before: NVIDIA's first compute capability that dropped the format again; None if none did.
-        amd: the first letters of the names of AMD architectures that compute the format fast.
-        cpu: instruction sets, by torch's names for them. A CPU needs at least one.
-        xpu: device properties, by torch's names for them. An Intel GPU needs at least one.
+        nvidia_before: NVIDIA's first compute capability that no longer has the format, or None.
+        amd: prefixes of the names of AMD architectures that compute the format fast.
+        cpu: instruction sets, by torch's names, of which a CPU needs at least one.
+        xpu: device properties, by torch's names, of which an Intel GPU needs at least one.
         words: what an error message says about the hardware that is needed.
     """
 
@@ -84,7 +84,7 @@ class Hardware:
         capability: NVIDIA's compute capability; None for other devices.
         architecture: AMD's name for the architecture, such as ``"gfx942"``; empty for other devices.
         features: the instruction sets of a CPU, or the properties of an Intel GPU.
-        is_known: False if torch does not report what would show which formats are fast.
+        is_known: False if torch does not report enough to tell which formats are fast.
     """
 
     device: str
@@ -187,8 +187,9 @@ class PrecisionChoice:
 def choose_precision(device: str | None = None, index: int = 0) -> PrecisionChoice:
     """Choose a precision that a device computes fast: bf16 if possible, else fp16, else fp32.
 
-    The option ``precision="auto"`` makes the same choice. For a GPU that only emulates bfloat16 it is fp16.
-    For a CPU without 16-bit instructions it is fp32. Nothing is measured. The hardware's generation decides.
+    The option ``precision="auto"`` makes the same choice. The choice is fp16 for a GPU that only emulates
+    bfloat16, and fp32 for a CPU without 16-bit instructions. Nothing is measured. The hardware's generation
+    decides.
 
     Args:
         device: the type of the device. The default is this machine's accelerator, or ``"cpu"`` without one.

@@ -1,4 +1,6 @@
-"""Lists removed names with their replacements. Until 0.5, their use raises an error with the replacement.
+"""Lists removed names with their replacements.
+
+Until 0.5, the use of a removed name raises an error with the replacement.
 
 The table contains names of the package, attributes of its classes, and keyword arguments.
 """

@@ -39,7 +39,7 @@ def resolved(
         stated: the options that the program sets, as pairs of a source's name and a dict from option to
             value. If several sources set an option, the first one wins.
         environment: the environment variables, which can set the options that the program leaves out.
-        door: the framework's name. The warning about an option without effect there uses it.
+        door: the framework's name, for the warning about an option that has no effect in it.
 
     Raises:
         OptionError: a value is not allowed. The error names the source that set it.

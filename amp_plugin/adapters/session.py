@@ -1,13 +1,13 @@
 """A Session holds one training run in one precision, for every entry point.
 
-An entry point such as AmpPrecision only translates the calls of its framework into calls of a Session::
+An entry point such as AmpPrecision only translates the calls of its framework into calls of a Session:
 
-    Session(options, words=...)        the options, and the framework's calls as error messages spell them
-    set_up_weights(model)              before the model is wrapped or moved
-    begin(device, groups)              once the device is known; activates op rules and places the scaler
-    add(models, optimizers)            passes parameter names to the scaler, and dtypes to optimizer states
-    region(), backward(), step()       one optimizer step
-    end()                              restores float32 weights and the earlier op rules; ends the run page
+- ``Session(options, words=...)`` gets the options, and the framework's calls as error messages spell them.
+- ``set_up_weights(model)`` is called before the model is wrapped or moved.
+- ``begin(device, groups)`` is called once the device is known. It activates op rules and places the scaler.
+- ``add(models, optimizers)`` passes parameter names to the scaler, and dtypes to optimizer states.
+- ``region()``, ``backward()`` and ``step()`` make up an optimizer step.
+- ``end()`` restores float32 weights and the earlier op rules, and ends the run page.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Session:
         sources: as given.
         device: the device type, such as ``"cuda"``. It is empty until the run begins.
         models: the models that were passed to :meth:`set_up_weights`, in order.
-        growth: measures how much the weights have grown. The error that ends a run of skipped steps uses it.
+        growth: measures how much the weights have grown, for the error that ends a run of skipped steps.
         origins: records which gradients came from scaled backward passes.
         at_end: the exit stack of changes that :meth:`end` undoes.
         measures_norms: True if gradient norms are measured even though nothing clips.
@@ -639,7 +639,7 @@ class Session:
 def _opened_watch(
     scaler: Any, models: Sequence[nn.Module], path: str | Path | None, options: object
 ) -> RunReport | ModuleWatch:
-    """Return an open run page. If none is wanted or none can be opened, return a watch of modules."""
+    """Return an open run page, or a watch of modules if no run page is wanted or possible."""
     from amp_plugin.numerics.first_module import ModuleWatch  # noqa: PLC0415 - only needed for watches
 
     if path is not None:

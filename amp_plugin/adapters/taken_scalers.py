@@ -198,7 +198,7 @@ def _get_scale(scaler: Any, *name: str) -> float:
 def _state_dict(scaler: Any) -> dict[str, Any]:
     """Return the state with torch's keys.
 
-    The key of amp_plugin is included only if its state is more than the skip count.
+    State of amp_plugin is included only if it is more than the skip count.
     """
     if not isinstance(scaler, GradScaler):
         return _TORCHS.state_dict(scaler)  # type: ignore[no-any-return]

@@ -300,8 +300,7 @@ def log_casts(model: nn.Module | None = None) -> CastLog:
         ``by_module()`` and ``by_op()`` return the casts.
 
     Raises:
-        RuntimeError: the native core is missing. Entering the log also raises it if another log is already
-            open.
+        RuntimeError: the native core is missing, or another log is already open when this log is entered.
         TypeError: ``model`` is not a module.
 
     Example:

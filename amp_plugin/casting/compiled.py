@@ -83,7 +83,7 @@ def _blocks(
 
 
 class TracedRegion:
-    """An autocast region for tracers. ``content`` names its rules, or is "" for the default rules."""
+    """An autocast region for tracers. ``content`` names the region's rules, or is "" for default rules."""
 
     def __init__(self, *made_with: Any) -> None:  # arguments of ``_blocks``
         self._made_with = made_with
@@ -113,7 +113,7 @@ def teach_dynamo(kind: type[torch.autocast]) -> None:
     table.
 
     Raises:
-        RestartAnalysis: always. Dynamo handles it by tracing the frame again.
+        RestartAnalysis: always, which makes Dynamo trace the frame again.
     """
     from torch._dynamo.exc import RestartAnalysis  # noqa: PLC0415 - Dynamo runs
     from torch._dynamo.guards import GuardBuilder  # noqa: PLC0415

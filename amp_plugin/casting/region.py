@@ -112,9 +112,9 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     ``torch.autocast`` blocks, checkpointing and ``torch.compile`` see the state. Ops inside the region run on
     amp_plugin's autocast kernels, which follow ``rules``.
 
-    An instance can be nested, entered again, and used by several threads. As a decorator it works for
-    functions, generators and coroutines. TorchScript runs a decorated ``forward`` of the scripted module in
-    Python, but fails on a decorated ``forward`` of its submodules.
+    An instance can be nested, entered again, and used by several threads. A region also works as a decorator
+    of functions, generators and coroutines. TorchScript runs a decorated ``forward`` of the scripted module
+    in Python, but fails on a decorated ``forward`` of its submodules.
 
     A region may contain a whole training loop, because it does not change the dtypes of a backward pass
     inside it.
@@ -214,7 +214,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         return functools.partial(_remade, type(self), rules=rules), tuple(arguments), attributes
 
     def made_with(self) -> tuple[str, torch.dtype, bool, bool, OpRules | None]:
-        """Return the region's arguments: device type, dtype, enabled, cache_enabled and rules."""
+        """Return the region's device type, dtype, enabled flag, cache flag and rules."""
         _, dtype, enabled, cache_enabled, number, device_type = self._opening
         return device_type, dtype, enabled, cache_enabled, KERNELS.rules_numbered(number)
 

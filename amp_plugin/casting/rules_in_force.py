@@ -45,7 +45,7 @@ _set_by_program: Final[dict[str, Pushed]] = {}
 
 
 def push(*rules: OpRules, file: str = "") -> Pushed:
-    """Push rules on the stack. Return their entry, which can be passed to ``pop``."""
+    """Push rules on the stack, and return the entry that ``pop`` can remove."""
     numbers = {chosen.device_type: number_of(chosen, chosen.device_type) for chosen in rules}
     return _put(Pushed(numbers=numbers, file=file), at=len(_stack))
 
@@ -145,7 +145,7 @@ def clear() -> None:
 
 @contextmanager
 def following(*rules: OpRules, file: str = "") -> Iterator[Pushed]:
-    """Push rules for the duration of a block. Afterwards pop them, and all entries above them."""
+    """Push rules for a block. At its end, pop these rules and all stack entries above them."""
     pushed = push(*rules, file=file)
     try:
         yield pushed

@@ -138,7 +138,7 @@ def run_in(dtype: torch.dtype, *, keep: Iterable[str] = (), cast_back: bool = Fa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunIn:
-    """The decorator that ``run_in`` returns. Calling it on a module or function applies it."""
+    """The decorator that ``run_in`` returns, which is called on a module or function."""
 
     dtype: torch.dtype
     keep: frozenset[str] = frozenset()
@@ -157,9 +157,8 @@ class RunIn:
             target: a module instance, a function, or a module class at its definition.
 
         Raises:
-            TypeError: ``target`` is anything else. Examples are an existing class, a bound method, a
-                generator or coroutine function, a module that is never called (``ModuleList``), and
-                TorchScript.
+            TypeError: ``target`` is anything else, such as an existing class, a bound method, a generator or
+                coroutine function, a module that is never called (``ModuleList``), and TorchScript.
             ValueError: a name in ``keep`` is not an argument of ``target``, or ``forward`` was replaced on
                 the module instance.
         """

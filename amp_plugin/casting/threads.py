@@ -154,10 +154,10 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
     """Return the contexts that ``torch.utils.checkpoint`` enters in forward and in recomputation.
 
     Torch's checkpoint restores only the autocast dtype and whether autocast is on. Pass this function as
-    ``context_fn`` if a region has ``rules=`` and the checkpoint is non-reentrant. Rules that were set by
-    ``set_default_rules`` do not need it. A reentrant checkpoint accepts no contexts, and recomputes with the
-    default rules. For a reentrant checkpoint, open the region with ``rules=`` inside the checkpointed
-    function.
+    ``context_fn`` if a region has ``rules=`` and the checkpoint is non-reentrant. Rules of
+    ``set_default_rules`` need no ``context_fn``. A reentrant checkpoint accepts no contexts, and recomputes
+    with the default rules. For a reentrant checkpoint, open the region with ``rules=`` inside the
+    checkpointed function.
 
     Returns:
         A pair of contexts. The context for the forward pass does nothing. The context for the recomputation

@@ -148,7 +148,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
-    """Find or compile the native core. Return its file and the seconds that were spent compiling.
+    """Find or compile the native core. Return the core's file and the seconds that were spent compiling.
 
     Raises:
         RuntimeError: the compilation failed. The message contains the first error and the path of the log.

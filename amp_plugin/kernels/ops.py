@@ -16,8 +16,8 @@ Every kernel on every device follows this contract:
   float32. The sums of the chunks are added in float64, or as a tree in a fixed order. Therefore the norm is
   correct to 1e-6 and the same in every run. If a gradient contains inf or nan, the norm is inf or nan.
 - ``found_inf`` is a new float32 0-dim tensor that is exactly 0.0 or 1.0. ``found_inf`` is 1.0 if any element
-  of a gradient is not finite, before or after the op writes it. Overflows of an element's square do not
-  count.
+  of a gradient is not finite, before or after the op writes it. An overflow of an element's square does not
+  set ``found_inf``.
 - ``flags`` is a new uint8 tensor ``[len(grads)]``. Bit 0 stands for inf and bit 1 for nan.
 - The three ops on weights accept float32, bfloat16 and int16 tensors of any strides and sizes.
 - Kernels increase the version counter of each tensor that they write. A factor of exactly 1 writes nothing.

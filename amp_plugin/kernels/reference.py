@@ -9,8 +9,8 @@ numbers::
     packed = [the sum of norm ** p, for each way of spreading gradients over ranks, ...,
               1 if a gradient is not finite, else 0]
 
-A single collective adds these numbers. For p = inf it takes the maximum of the norms. For p = -inf it takes
-the maximum of the negated norms.
+A single collective adds these numbers. For p = inf the collective takes the maximum of the norms. For p =
+-inf the collective takes the maximum of the negated norms.
 
 **Weights.** A float32 weight is stored as a pair of two 16-bit halves, as docs/decisions/weights_in_pairs.md
 explains.
@@ -163,8 +163,9 @@ def update_scale_(
 
     In mode 0 any step without overflow resets the hysteresis count, as in apex's ``update_scale_hysteresis``
     and DeepSpeed's ``consecutive_hysteresis=True``. In mode 1 (Megatron-LM's ``DynamicGradScaler``) and mode
-    2 (DeepSpeed's ``DynamicLossScaler``) only a whole growth interval resets it. With ``hysteresis=1`` all
-    modes follow torch's rule. If the user sets a scale outside of the limits, the limits do not change it.
+    2 (DeepSpeed's ``DynamicLossScaler``) only a whole growth interval resets the count. With ``hysteresis=1``
+    all modes follow torch's rule. A scale that the user sets outside of the limits is not moved into the
+    limits.
     """
     overflow = found_inf.reshape(scale.shape) > 0
     backoff = overflow & (hysteresis_tracker <= 1)
@@ -247,12 +248,12 @@ def judge_step_(
         window: The number of steps over which the mean is taken.
         warmup: The number of steps before a step can count as a spike.
         least_deviation: The smallest standard deviation, as a fraction of the mean.
-        action: The number of one of the three actions above.
+        action: The number of the action at a spike: 0, 1 or 2.
 
     Returns:
-        A float32 tensor ``[6]``. Its elements are: whether the step is skipped (0 or 1), the factor of the
-        gradients, 1 for a spike or 2 for a held step, the value, the limit (float32's largest number during
-        warm-up), and the norm times the factor.
+        A float32 tensor of 6 elements. The first three are whether the step is skipped (0 or 1), the factor
+        of the gradients, and 1 for a spike or 2 for a held step. The last three are the value, the limit
+        (float32's largest number during warm-up), and the norm times the factor.
     """  # noqa: D415 - the rule belongs to the sentence
     mean, variance, steps, held_before = (number.clone() for number in statistics)
     value = torch.stack([value.reshape(()).to(mean.dtype) for value in values]).sum()
@@ -298,10 +299,10 @@ def pack_measurements_(
         packed: A float64 tensor with one element for each way of spreading gradients over ranks, and
             ``found_inf`` as the last element.
         norms: The norms of groups of gradients.
-        found_infs: The ``found_inf`` of each of these groups.
+        found_infs: The ``found_inf`` of each group of gradients.
         slots: The index in ``packed`` to which each norm belongs.
-        replicas: For each element of ``packed``, the number of ranks that hold the same gradients. All these
-            ranks add the same power, so the power is divided by their number.
+        replicas: For each element of ``packed``, the number of ranks that hold the same gradients. Ranks that
+            hold the same gradients add the same power, so the power is divided by their number.
         norm_type: The order of the norm.
     """
     fits = len(norms) == len(slots) and all(0 <= slot < len(replicas) for slot in slots)
@@ -324,7 +325,7 @@ def pack_measurements_(
 
 @torch.no_grad()
 def unpack_measurements(packed: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
-    """Return the norm and found_inf from combined numbers. ``found_inf`` is read from the last of them."""
+    """Return the norm and found_inf from combined numbers. The last tensor in ``packed`` has found_inf."""
     if not packed:
         msg = "unpack_measurements: got no packed measurements; give at least one"
         raise ValueError(msg)
@@ -750,8 +751,8 @@ def step_(
         grads: The gradients of the parameters, in float32, bfloat16 or float16. Each gradient is divided by
             ``grad_scale`` and rounded once to its dtype. ``maximize`` and weight decay do not change the
             gradient. The step itself uses the quotients in float32. If ``grad_scale`` is None or 1, gradients
-            are not written and their version counters do not change. (On a GPU the host cannot see that
-            ``grad_scale`` is 1, so the counters change there.)
+            are not written and their version counters do not change. On a GPU, version counters also change
+            if ``grad_scale`` is 1, because the host cannot see that number.
         states: The first states of all parameters, followed by all second states, and so on. Each state is
             float32 or bfloat16 in the shape of its parameter, or 8-bit codes (see :mod:`.state_codes`).
             States are written.

@@ -27,8 +27,8 @@ def draws(numel: int, step: Tensor | float, state: int, device: torch.device) ->
     """Return 16 random bits per element (int64) for stochastic rounding of a second moment.
 
     Only the bits of the first element in a block are drawn at random. The high bytes of the other elements
-    follow from it, and are spread evenly. ``state`` is 1 for ``exp_avg_sq`` and 2 for its maximum. Only the
-    low 32 bits of ``step`` matter.
+    follow from the first element, and are spread evenly. ``state`` is 1 for ``exp_avg_sq`` and 2 for its
+    maximum. Only the low 32 bits of ``step`` matter.
     """
     number = step.to(torch.int64).reshape(()) if isinstance(step, Tensor) else int(step)
     places = torch.arange(numel, device=device)
@@ -100,7 +100,10 @@ def encode_exactly(flat: Tensor, *, signed: bool) -> Tensor:
 
 
 def _kept(flat: Tensor, *, signed: bool) -> Tensor:
-    """Return in blocks what is divided by a block's scale: signed numbers, or roots of unsigned numbers."""
+    """Return the values that encoding divides by the scales, in blocks of 128.
+
+    Signed numbers are used themselves, and unsigned numbers are replaced by their square roots.
+    """
     kept = flat.new_zeros((flat.numel() + BLOCK - 1) // BLOCK * BLOCK)
     kept[: flat.numel()] = (
         flat.clamp(-_MOST_NUMBER, _MOST_NUMBER) if signed else flat.sqrt().clamp_max(_MOST_ROOT)

@@ -1,11 +1,10 @@
 """Keeps the moments of an optimizer in 16 or 8 bits between its steps.
 
-::
-
-    state[param]["exp_avg"]      is a CompressedState, which code can read and write like a float32 tensor
-    state_dict()                 has bfloat16 or {"8bit": codes, ...}, and float32 for a sharded parameter
-    a step in one pass           reads and writes the compressed state
-    any other step, or a load    the states are float32 until it ends
+- ``state[param]["exp_avg"]`` is a CompressedState, which code can read and write like a float32 tensor.
+- ``state_dict()`` contains bfloat16 tensors or dicts of 8-bit codes, and float32 tensors for sharded
+  parameters.
+- A step in one pass reads and writes the compressed states.
+- During any other step, and while a state dict is loaded, the states are float32.
 
 :func:`ask_for` records the format on each parameter, where optimizers that are created later find it.
 """
@@ -38,8 +37,8 @@ MOMENTS: Final = (*_SIGNED, *_SQUARES)
 class CompressedState(DecodedTensor):
     """An optimizer state that every op sees as float32, but that is stored in fewer bits.
 
-    Values that are written to the state are rounded to nearest. Values that are written to a view of it are
-    lost.
+    Values that are written to the state are rounded to nearest. Values that are written to a view of the
+    state are lost.
     """
 
     # A bfloat16 tensor of the same shape and strides, or 8-bit codes (uint8) in memory order.
@@ -67,7 +66,7 @@ class CompressedState(DecodedTensor):
             name: The name of the state in the optimizer, such as ``"exp_avg"``.
             step: The step count, from which the random numbers for stochastic rounding of second moments
                 follow. If ``step`` is None, second moments are rounded to nearest.
-            loaded: True if ``value`` may have been decoded from 8-bit codes. Encoding then yields the same
+            loaded: True if ``value`` may have been decoded from 8-bit codes, so that encoding yields the same
                 codes again.
         """
         dense = torch.empty_like(value).copy_(value)
@@ -149,7 +148,7 @@ def _held_by(tensor: Tensor) -> list[Tensor]:
 def _bytes_of(tensor: Tensor) -> int:
     """Return the number of bytes of a tensor.
 
-    For sparse tensors it includes values and indices. For lazy parameters it is 0.
+    For sparse tensors the number includes values and indices. For lazy parameters the number is 0.
     """
     if tensor.layout is torch.strided:
         return 0 if is_lazy(tensor) else tensor.nbytes

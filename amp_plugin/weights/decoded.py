@@ -1,6 +1,6 @@
 """A tensor class that every op sees as float32, although its memory holds fewer bits per element.
 
-Compressed optimizer states and shards of stored weights are subclasses of it.
+Its subclasses are CompressedState for optimizer states and StoredShard for shards of weights.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 class DecodedTensor(Tensor):
     """A tensor that ops read and write as float32, while its memory holds a compressed format.
 
-    ::
-
-        an op reads it                         the op gets a float32 copy
-        an op writes it                        the op writes the copy, and rewrite_() stores the result
-        an op only copies, moves or views it   as_kept() runs the op on the stored format
+    - An op that reads the tensor gets a float32 copy.
+    - An op that writes the tensor writes the float32 copy, and ``rewrite_()`` stores the result.
+    - An op that only copies, moves or views the tensor runs on the stored format, through ``as_kept()``.
     """
 
     def decoded(self) -> Tensor:

@@ -49,20 +49,20 @@ def export(
 ) -> Exported:
     """Write the weights of a checkpoint to a safetensors file.
 
-    ::
-
-        read     a Lightning file, a folder of Accelerate or transformers, or a file of torch.save
-        widen    join 16-bit weights with remainders that release 0.2 saved in the optimizer's state
-        name     remove the prefix, and the names that torch.compile adds
-        check    all shards exist, no two weights get the same name, no finite number becomes infinite
-        write    floating-point tensors in ``dtype``; other tensors, and float64 with "fp32", unchanged
+    - Read a Lightning file, a folder of Accelerate or transformers, or a file of ``torch.save``.
+    - Join 16-bit weights with remainders that release 0.2 saved in the optimizer's state.
+    - Remove the prefix from names, and the parts of names that torch.compile adds.
+    - Check that all shards exist, that no two weights get the same name, and that no finite number becomes
+      infinite.
+    - Write floating-point tensors in ``dtype``. Other tensors, and float64 with ``"fp32"``, are written
+      unchanged.
 
     The target is written only if all checks pass.
 
     Args:
         source: The checkpoint, a file or a folder.
-        target: The file to write. If ``max_shard_size`` is given, it is a new folder for the shards and their
-            index.
+        target: The file to write. If ``max_shard_size`` is given, ``target`` is a new folder for the shards
+            and their index.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         prefix: Only weights whose names begin with this text are written. It is removed from their names.
         key: The key of the state dict in a file of ``torch.save``.

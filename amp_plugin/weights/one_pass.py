@@ -74,7 +74,7 @@ def unavailable(device_type: str) -> str:
 
 
 def collect(optimizer: Optimizer) -> OnePassStep:
-    """Collect the tensors and numbers of the next step. Requires that :func:`why_not` returns ``""``.
+    """Collect the tensors and numbers of the next step. Call this only if :func:`why_not` returns ``""``.
 
     Raises:
         ValueError: This step cannot be taken in one pass. The message gives the reason.
@@ -109,7 +109,7 @@ def collect(optimizer: Optimizer) -> OnePassStep:
 
 @dataclass
 class OnePassStep:
-    """A step of an optimizer that is ready to be taken, before the optimizer or its gradients change."""
+    """A prepared optimizer step, to be taken before the optimizer or its gradients change."""
 
     _optimizer: Optimizer
     _parts: list[_Part]
@@ -162,8 +162,8 @@ def take_bare_step(optimizer: Optimizer) -> list[Tensor]:
     decompressed states of all parameters at the same time.
 
     Returns:
-        The parameters that were stepped. The caller hides their gradients, so that the optimizer's own step
-        does nothing. The list is empty if the step cannot be taken in one pass.
+        The parameters that were stepped. The caller hides the gradients of these parameters, so that the
+        optimizer's own step does nothing. The list is empty if the step cannot be taken in one pass.
     """
     if takes_own_step(optimizer) or why_not(optimizer):
         return []
@@ -196,7 +196,7 @@ class _Row:
             that depend on these options. Steps with a schedule are taken in one pass only on the CPU, because
             the host must know at once whether a step was skipped. The function raises ValueError if no step
             can be taken.
-        call: A function that takes the tensors and the parameter group. Its result is a function that takes
+        call: A function that takes the tensors and the parameter group. The function that it returns takes
             the step by one op, or by several ops with torch's own computations between them.
         why_not: A function that returns the reason why this torch release does not support the class, or
             ``""`` if it does.
@@ -422,8 +422,8 @@ def _begin(optimizer: Optimizer, row: _Row) -> None:
 def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield groups of parameters with the same storage format, together with their remainders.
 
-    Float32 parameters come first. Parameters with remainders follow, grouped by the remainder's dtype.
-    Parameters without a remainder come last, with float32 copies instead of remainders.
+    Float32 parameters come first. Parameters with remainders follow the float32 parameters, grouped by the
+    remainder's dtype. Parameters without a remainder come last, with float32 copies instead of remainders.
     """
     stored = stored_params(params)
     alone = [param for param in stored if param.grad is not None and is_kept_alone(param)]

@@ -1,13 +1,12 @@
 """Makes stored parameters float32 while an optimizer steps or loads a state dict.
 
-::
+- In ``step()`` and ``load_state_dict()``, parameters and states are float32.
+- In a closure within ``step()``, parameters are in 16 bits again, with the values of the step so far.
+- After a step that raises an error, parameters stay float32 until the next step, with the values written so
+  far.
 
-    step(), load_state_dict():  parameters and states are float32
-    a closure within step():    parameters are in 16 bits again, with the values of the step so far
-    a step that raises:         parameters stay float32 until the next step, with the values written so far
-
-Torch's own optimizer hooks do this, so that optimizers of any class work unchanged. Nothing is added to the
-state of an optimizer.
+Torch's own optimizer hooks convert the parameters, so that optimizers of any class work unchanged. Nothing is
+added to the state of an optimizer.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ _takes_steps: list[Callable[[Optimizer], list[Tensor]]] = []
 def take_steps_by(take: Callable[[Optimizer], list[Tensor]]) -> None:
     """Register a function that steps optimizers with compressed states in one pass.
 
-    The function returns the parameters that it has stepped. The module one_pass.py registers its function
-    here, because it imports this module.
+    The function returns the parameters that it has stepped. one_pass.py imports this module and registers its
+    own function here.
     """
     _takes_steps.append(take)
 
@@ -103,7 +102,7 @@ def add_if_late(optimizer: Optimizer) -> None:
 
 
 class OptimizerHooks:
-    """The hooks of one optimizer. Records which of its parameters and states are float32 now."""
+    """The hooks of one optimizer, with a record of which parameters and states are float32 now."""
 
     def __init__(self) -> None:
         self.sees_steps = False
@@ -253,7 +252,7 @@ class OptimizerHooks:
         self.compress(optimizer, loaded=True)
 
     def _run_as_kept(self, optimizer: Optimizer, params: list[Tensor], closure: Callable[[], Any]) -> Any:
-        """Run a closure on the 16-bit parameters. During its first call the states are still compressed."""
+        """Run a closure on the 16-bit parameters. In the closure's first call the states are compressed."""
         self._hide()
         value = closure()
         self._show(params)
@@ -262,7 +261,7 @@ class OptimizerHooks:
 
 
 def _load_shown(load: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Run an overridden ``load_state_dict``, which may not call torch's hooks, between our hooks."""
+    """Run an overridden ``load_state_dict`` between the hooks, which it may not call itself."""
     optimizer: Any = load.__self__  # type: ignore[attr-defined]
     hooks, state_dict = OptimizerHooks(), dict(state_dict)
     hooks.before_load(optimizer, state_dict)

@@ -1,12 +1,10 @@
-"""The shard of a stored parameter. FSDP2 gathers its 16-bit weight, and optimizers see it as float32.
+"""Shards of stored parameters, of which FSDP2 gathers the 16-bit weight and optimizers see float32.
 
-::
-
-    param._local_tensor    a StoredShard: the 16-bit weight and its remainder
-    all-gather             sends the 16-bit weight, through torch's hooks fsdp_pre_all_gather and
-                           fsdp_post_all_gather
-    the gathered weight    an ordinary 16-bit tensor
-    its gradient           is reduced in the dtype of the policy, and is float32 when it reaches the parameter
+- The local tensor of the parameter is a StoredShard, which has the 16-bit weight and its remainder.
+- An all-gather sends the 16-bit weight, through torch's hooks ``fsdp_pre_all_gather`` and
+  ``fsdp_post_all_gather``.
+- The gathered weight is an ordinary 16-bit tensor.
+- The gradient is reduced in the dtype of the policy, and is float32 when it reaches the parameter.
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ class StoredShard(DecodedTensor):
     def __new__(cls, half: Tensor, kept: Tensor, form: str, seed: int = 0) -> Self:
         """Make a shard from a 16-bit weight and its remainder, without copying them."""
         options: dict[str, Any] = {"strides": half.stride(), "dtype": torch.float32, "device": half.device}
-        # FSDP2 reads the data pointer.
-        # torch raises an error for this unless the storage has size 0.
+        # FSDP2 reads the data pointer of the shard.
+        # If the storage had a size above 0, torch would raise an error for the missing pointer.
         made: Self = Tensor._make_wrapper_subclass(cls, half.size(), storage_size=0, **options)
         made.weight_16, made.kept, made.form, made.seed = half, kept, form, seed
         return made
@@ -151,7 +149,7 @@ class StoredShard(DecodedTensor):
             all_gather_outputs: A single tensor with the shards of all ranks, one after another.
             metadata: Always None.
             param_dtype: The dtype of the weight. Not used.
-            out: None at the first all-gather. Later it is the weight that the first call returned, which has
+            out: None at the first all-gather, and later the weight that the first call returned, which has
                 the same memory.
 
         Returns:

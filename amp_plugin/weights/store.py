@@ -97,11 +97,11 @@ def store_weights(
             ``"bf16"``: each weight that autocast would cast (Linear, convolutions, attention projections)
             becomes a bfloat16 weight and a 16-bit remainder, which together hold all bits of float32. Norms,
             embeddings and other weights stay float32. ``"fp16"``: the same weights as with ``"bf16"``, but as
-            float16 weights with a float32 copy. ``"bf16-true"``, ``"fp16-true"``: all weights, for a model
-            that computes in 16 bits without autocast. ``"bf16-stochastic"``: the same weights as with
+            float16 weights with a float32 copy. ``"bf16-true"``, ``"fp16-true"``: all weights are stored, for
+            a model that computes in 16 bits without autocast. ``"bf16-stochastic"``: the same weights as with
             ``"bf16"``, but without remainders. Each step stores its result with stochastic rounding.
             ``"fp32"``: no weight is stored in 16 bits. Weights that are in 16 bits become float32. Frozen
-            weights do so once they become trainable.
+            weights become float32 once they become trainable.
         state: The format of the optimizers' moments between steps: ``"fp32"``, ``"bf16"``, or ``"8bit"``
             (8-bit codes with one scale for each 128 elements). If amp_plugin has a rule for the optimizer's
             class, one op steps with the compressed moments. For other optimizers the moments are float32
@@ -118,8 +118,8 @@ def store_weights(
         ValueError: ``weights`` or ``state`` is unknown, a pattern matches no module, a weight is on the
             meta device, an optimizer has state in 16 bits, or FSDP2 does not gather the weights of a sharded
             model in 16 bits.
-        TypeError: FSDP1 or DeepSpeed shards the model. Or an optimizer steps in backward, or did not call
-            ``Optimizer.__init__``.
+        TypeError: FSDP1 or DeepSpeed shards the model, an optimizer steps in backward, or an optimizer did
+            not call ``Optimizer.__init__``.
         RuntimeError: A stored weight was converted to another dtype.
 
     Example:
@@ -187,9 +187,9 @@ def restore_weights(model: nn.Module) -> None:
 def in_fp32(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context manager that makes a model's stored weights float32, to average, export or edit them.
 
-    Inside the context the model's parameters are float32. At its end they are stored in 16 bits again, with
-    the values that were written to them. Contexts may be nested, and optimizers may step inside. Do not train
-    with DistributedDataParallel inside the context.
+    Inside the context the model's parameters are float32. At the end of the context the parameters are stored
+    in 16 bits again, with the values that were written to them. Contexts may be nested, and optimizers may
+    step inside. Do not train with DistributedDataParallel inside the context.
 
     Args:
         model: The model, or a wrapper around it.

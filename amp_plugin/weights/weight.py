@@ -1,12 +1,12 @@
 """Parameters that are stored in 16 bits, and become float32 while an optimizer uses them.
 
-::
+A parameter can be in these states:
 
-    stored:   param is a 16-bit tensor, and record.kept is its remainder
-    shown:    param is a float32 tensor. The Python object is the same, only its data was exchanged
-    nested:   the first of several nested requests shows param, and the end of the last one stores it
-    sharded:  param is a float32 DTensor. Its local shard is a StoredShard when stored, and an ordinary
-              tensor when shown
+- *Stored*. The parameter is a 16-bit tensor, and ``record.kept`` is its remainder.
+- *Shown*. The parameter is a float32 tensor. The Python object stays the same, only its data is exchanged.
+- *Nested*. Several requests for float32 are open. The parameter is stored again when the last request ends.
+- *Sharded*. The parameter is a float32 DTensor. Its local shard is a StoredShard when the parameter is
+  stored, and an ordinary tensor when it is shown.
 
 Optimizers hold the parameter in their groups and states, and see it as float32 whenever they use it. Autograd
 and DDP see the 16-bit tensor. The record (StoredWeight) is an attribute of the parameter. Copies and pickles
@@ -47,8 +47,8 @@ class StoredWeight:
     # The remainder. If the parameter is moved to another device, the remainder follows at its next use.
     kept: Tensor
     seed: int  # the seed of stochastic rounding
-    # A weak reference to the parameter. torch.utils.swap_tensors would remove the record,
-    # but it raises an error for tensors that have weak references.
+    # A weak reference to the parameter, so that torch.utils.swap_tensors raises an error for it.
+    # Swapping tensors would remove the record from the parameter.
     owner: ref[Tensor] | None
     steps: int = 0  # number of optimizer steps taken
     shows: int = 0  # the number of open show_fp32() requests
@@ -166,8 +166,8 @@ def stored_weight(param: Tensor) -> StoredWeight | None:
 
 def stored_params(params: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters that are stored in 16 bits, without duplicates."""
-    # Most parameters are ordinary ones.
-    # A call for each of them would take as long as the optimizer step of a small parameter.
+    # Most parameters are ordinary ones, and are left out here without a function call.
+    # A function call for each parameter would take as long as the optimizer step of a small one.
     likely = [p for p in params if type(p) is not nn.Parameter or _ATTRIBUTE in p.__dict__]
     return list(dict.fromkeys(param for param in likely if stored_weight(param) is not None))
 

@@ -1,12 +1,12 @@
 """AmpKwargs holds the options for Accelerate. ``resolve`` takes each option from one of several sources.
 
-The first of the following sources that sets an option decides::
+The first of the following sources that sets an option decides:
 
-    AmpKwargs(...) in kwargs_handlers          the program
-    GradScalerKwargs(...) in kwargs_handlers
-    AMP_PLUGIN_<OPTION>                        the environment of the launch
-    the YAML file named by AMP_PLUGIN_CONFIG
-    the default
+1. AmpKwargs in ``kwargs_handlers``, set by the program.
+2. GradScalerKwargs in ``kwargs_handlers``, set by the program.
+3. An environment variable ``AMP_PLUGIN_<OPTION>`` of the launch.
+4. The YAML file that the environment variable ``AMP_PLUGIN_CONFIG`` names.
+5. The default of the option.
 """
 
 from __future__ import annotations

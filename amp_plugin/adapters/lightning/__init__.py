@@ -79,7 +79,7 @@ def plugin_in_place_of_stock(
     """Make each Trainer or Fabric that is created in the block use amp_plugin for mixed precision.
 
     ``precision`` replaces Lightning's default precision, 32. ``made`` is called with a text such as
-    ``"Trainer(precision=...)"`` for each one.
+    ``"Trainer(precision=...)"`` for each new Trainer or Fabric.
     """
     from amp_plugin.adapters.lightning.precision_core import has_own_precision  # noqa: PLC0415 - loads torch
     from amp_plugin.precision import STOCK_NAMES  # noqa: PLC0415

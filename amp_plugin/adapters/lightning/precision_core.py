@@ -126,7 +126,7 @@ class PrecisionCore(EntryPoint):
     def _check_shards(self, model: nn.Module) -> None:
         """Check that a sharded model has the planned dtypes.
 
-        Raise if its weights cannot be stored in 16 bits.
+        Raise if the model's weights cannot be stored in 16 bits.
         """
         refuse_sharded(self.settings.weights, sharded_by(model))
         self.session.check_shards(model, warn=self._warn)
@@ -209,9 +209,10 @@ class PrecisionCore(EntryPoint):
     def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
         """Step a scheduler unless its optimizer's step was skipped.
 
-        ``step_scheduler`` is for manual optimization and for Fabric. Call it after each ``optimizer.step()``
-        that the scheduler counts. With a fused optimizer on a GPU the host learns of a skipped step one step
-        later. The scheduler is then held back at the next step instead, unless ``exact_schedulers`` is on.
+        ``step_scheduler`` is for manual optimization and for Fabric. Call ``step_scheduler`` after each
+        ``optimizer.step()`` that the scheduler counts. With a fused optimizer on a GPU the host learns of a
+        skipped step one step later. The scheduler is then held back one step late, unless
+        ``exact_schedulers`` is on.
 
         Args:
             scheduler: a scheduler with an attribute ``optimizer``, such as one of torch.

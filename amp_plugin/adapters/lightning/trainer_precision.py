@@ -1,12 +1,13 @@
 """AmpPrecision translates calls of Lightning's Trainer into calls of autocast and GradScaler.
 
 All numerics are in ``amp_plugin.autocast`` and ``amp_plugin.GradScaler``. The hooks of an optimizer step do
-the following::
+the following:
 
-    train_step_context: runs the forward and the loss under autocast
-    pre_backward:       calls on_before_backward with the loss, then scales the loss
-    backward:           runs without autocast, also in manual optimization
-    optimizer_step:     unscales, calls on_before_optimizer_step, clips, steps or skips, updates the scale
+- ``train_step_context`` runs the forward and the loss under autocast.
+- ``pre_backward`` calls ``on_before_backward`` with the loss, then scales the loss.
+- ``backward`` runs without autocast, also in manual optimization.
+- ``optimizer_step`` unscales, calls ``on_before_optimizer_step``, clips, steps or skips, and updates the
+  scale.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class TrainerPrecision(PrecisionCore):
     Raises:
         ValueError: an argument is not one of the allowed values.
         ImportError: ``"fp8"``, and torchao is not installed.
-        TypeError: an argument is unknown or has the wrong type. Also if training starts under a strategy that
-            does mixed precision itself (DeepSpeed, XLA).
+        TypeError: an argument is unknown or has the wrong type. TypeError is also raised if training starts
+            under a strategy that does mixed precision itself (DeepSpeed, XLA).
 
     Example:
         >>> from amp_plugin import AmpPrecision
@@ -98,7 +99,7 @@ class TrainerPrecision(PrecisionCore):
         # The number of steps that were not skipped. On a GPU the host learns of a skip one step later.
         self._landed_steps = 0
         self._trainer: Any = None  # the Trainer of the current run
-        # True if the checkpoint must be loaded again, because loading it first rounded the weights.
+        # ^True if the checkpoint must be loaded again, because the first load rounded the weights.
         self._loads_again = False
         self._users_methods: frozenset[str] = frozenset()
 
@@ -177,7 +178,7 @@ class TrainerPrecision(PrecisionCore):
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """Run ``training_step`` under autocast. In manual optimization its end also ends the iteration."""
+        """Run ``training_step`` under autocast. In manual optimization its end ends the iteration."""
         with self.forward_context():
             yield
         self._scaler.end_iteration()

@@ -68,9 +68,9 @@ def _needs_closure(kind: Any) -> bool:
 def calls_closure_again(optimizer: Optimizer) -> bool:
     """Return whether an optimizer may call its closure several times, or change weights before it.
 
-    Optimizers that cannot step without a closure (such as LBFGS) do so, and optimizers with the attribute
-    ``calls_closure_again = True`` (such as SAM). All other optimizers call the closure once and at the start
-    of ``step()``, so the closure can also run before ``step()``.
+    Optimizers that cannot step without a closure (such as LBFGS) may do that, and optimizers with the
+    attribute ``calls_closure_again = True`` (such as SAM). All other optimizers call the closure once and at
+    the start of ``step()``, so the closure can also run before ``step()``.
     """
     kind: Any = type(optimizer)
     declared = getattr(optimizer, "calls_closure_again", None)
@@ -112,7 +112,7 @@ def _after_landed_steps(should_update: Callable[..., bool], landed: Callable[[],
     seen = landed()
 
     def answer(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether to average now. ``step_idx`` is None at the end of an epoch."""
+        """Return whether to average the weights now. ``step_idx`` is None at the end of an epoch."""
         nonlocal seen
         if step_idx is not None:
             before, seen = seen, landed()
