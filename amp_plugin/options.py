@@ -85,7 +85,8 @@ class Spike:
     of: Annotated[
         Literal["norm", "loss"],
         Doc(
-            'The value that is judged. ``"norm"``: the norm of the unscaled gradients, before clipping. '
+            'The value that is compared with its mean. ``"norm"``: the norm of the unscaled gradients before '
+            "clipping. "
             '``"loss"``: the sum of the losses that went through ``scale()`` since the last step. Under '
             "torch.distributed it is the mean over all processes."
         ),
@@ -158,10 +159,10 @@ class LossScaleOptions:
     growth_interval: Annotated[
         int, Doc("The number of steps in a row without an overflow after which the scale grows.")
     ] = field(default=2000, kw_only=False)
-    min_scale: Annotated[float | None, Doc("The smallest scale. None only keeps it above 0.")] = None
+    min_scale: Annotated[float | None, Doc("The smallest scale. None only keeps the scale above 0.")] = None
     max_scale: Annotated[float | None, Doc("The largest scale. None means float32's largest number.")] = None
     hysteresis: Annotated[
-        int, Doc("The number of overflows that it takes to lower the scale. With 1, each overflow does.")
+        int, Doc("The number of overflows after which the scale is lowered. With 1, each overflow lowers it.")
     ] = 1
     hysteresis_mode: Annotated[
         HysteresisMode,
@@ -297,7 +298,7 @@ class GradScalerOptions(LossScaleOptions, _Device):
         Sequence[ProcessGroup],
         Doc(
             "Process groups whose ranks hold different parts of the gradients as ordinary tensors "
-            "(FSDP1). They are like ``process_groups``, and norms are added up over them too."
+            "(FSDP1). They work like ``process_groups``, but norms are also combined over their ranks."
         ),
     ] = ()
 
@@ -411,15 +412,15 @@ class PluginOptions(PrecisionOptions, _Precision):
     device: Annotated[
         str | None,
         Doc(
-            "The device type. It is an error if training runs on another one. None means the one on which "
+            "The device type. Training on another one raises an error. None means the device type on which "
             "training runs."
         ),
     ] = None
     scaler: Annotated[
         Any,
         Doc(
-            "A GradScaler that replaces the plugin's own. From one of torch, the options and the state "
-            "are taken."
+            "A GradScaler that replaces the plugin's own. If it is a scaler of torch, its options and state "
+            "are copied."
         ),
     ] = None
     recipe: Annotated[
@@ -453,8 +454,8 @@ class RunOptions(PrecisionOptions):
     report: Annotated[
         str | Path | None,
         Doc(
-            "The path of an HTML page of the run, which is rewritten during training (see "
-            "``amp_plugin.report``). It waits for the device at each step."
+            "The path of the run page, an HTML report that is rewritten during training (see "
+            "``amp_plugin.report``). The run page waits for the device at each step."
         ),
     ] = None
 
@@ -472,7 +473,7 @@ class AccelerateOptions(RunOptions):
     ] = True
 
 
-# -- what is stated of an option -----------------------------------------------------------------
+# -- names, types, texts and defaults -------------------------------------------------------------
 
 
 def option_names(options: type) -> tuple[str, ...]:

@@ -52,8 +52,8 @@ class IgnitePrecision(EntryPoint):
     """Mixed precision for trainers and evaluators of pytorch-ignite.
 
     After each optimizer step ``engine.state.metrics`` contains ``loss_scale``, ``skipped_steps`` and
-    ``grad_norm``, for any logger or progress bar. To save the loss scale, add this object to a
-    ``Checkpoint``: ``{"model": model, "optimizer": optimizer, "trainer": trainer, "amp": amp}``. If the
+    ``grad_norm``, for any logger or progress bar. To save the loss scale, add the IgnitePrecision object to a
+    ``Checkpoint``, as in ``{"model": model, "optimizer": optimizer, "trainer": trainer, "amp": amp}``. If the
     engine raises, call :meth:`end`.
 
     Args:
@@ -113,7 +113,7 @@ class IgnitePrecision(EntryPoint):
         prepare_batch: Callable[..., tuple[Any, Any]] | None = None,
         output_transform: Callable[[Any, Any, Any, Tensor], Any] = lambda *parts: parts[-1].item(),
     ) -> Engine:
-        """Return a trainer like that of ``ignite.engine.create_supervised_trainer``, in this precision.
+        """Return a trainer like ``ignite.engine.create_supervised_trainer``, but in mixed precision.
 
         Args:
             model: the model to train. It is not moved to another device.
@@ -145,7 +145,7 @@ class IgnitePrecision(EntryPoint):
         return trainer
 
     def attach(self, engine: Engine, model: nn.Module, optimizer: Optimizer) -> None:
-        """Tie the run to an engine, whose update function must call :meth:`backward` and :meth:`step`."""
+        """Begin and end the run with an engine, whose update must call :meth:`backward` and :meth:`step`."""
         engine.add_event_handler(Events.STARTED, self._on_started, model, optimizer)
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration, optimizer)
         engine.add_event_handler(Events.COMPLETED | Events.TERMINATE, self.end)
@@ -187,8 +187,8 @@ class IgnitePrecision(EntryPoint):
     def model_fn(self, model: nn.Module, x: Any) -> Any:
         """Run a model in the precision of its mode, ``train()`` or ``eval()``.
 
-        In ``eval()`` mode the outputs are float32. To evaluate, pass this method as ``model_fn``:
-        ``ignite.engine.create_supervised_evaluator(model, model_fn=amp.model_fn)``.
+        In ``eval()`` mode the outputs are float32. To evaluate, pass this method as the argument
+        ``model_fn``, as in ``ignite.engine.create_supervised_evaluator(model, model_fn=amp.model_fn)``.
         """
         session = self.session
         if session.replaces_autocast and model in session.models:

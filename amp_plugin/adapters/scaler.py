@@ -37,8 +37,9 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
 def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequence[nn.Module]) -> None:
     """Register optimizers with a scaler, and give it the parameters' names from these models.
 
-    If there are several models, a name looks like ``Critic[1].layer.weight``. A parameter of none of these
-    models, such as the temperature of a loss, has the name of its own module: ``Contrastive.temperature``.
+    If there are several models, a name looks like ``Critic[1].layer.weight``. A parameter that belongs to
+    none of the models is named after its own module. For example, the temperature of a loss is
+    ``Contrastive.temperature``.
     """
     named: dict[str, Tensor] = {}
     for place, model in enumerate(models):
@@ -47,13 +48,13 @@ def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequen
     for optimizer in optimizers:
         own = {id(param) for param in params_of(optimizer)}
         names = {name: param for name, param in named.items() if id(param) in own}
-        if named:  # otherwise the models may be prepared later
+        if named:  # if not, models may be prepared later
             names = module_paths(_unnamed(optimizer, {*map(id, named.values())})) | names
         scaler.register(optimizer, names=names)
 
 
 def _unnamed(optimizer: Optimizer, named: set[int]) -> list[Tensor]:
-    """Return the parameters of an optimizer that are in no model and got no name from the program."""
+    """Return the parameters of an optimizer that belong to no model and have no name in ``param_names``."""
     groups = [group for group in optimizer.param_groups if not group.get("param_names")]
     return [param for group in groups for param in group["params"] if id(param) not in named]
 

@@ -129,7 +129,8 @@ class Session:
         if isinstance(options, PluginOptions):
             self._read_formats(self.precision)
         self._scaler: Any = None
-        self._came_enabled = False  # whether the scaler was enabled when it was created or assigned
+        # True if the scaler was enabled when it was created or assigned.
+        self._came_enabled = False
         # True if a module has float32 buffers or is one of fp32_modules.
         self._meets_fp32 = False
         self._watch: RunReport | ModuleWatch | None = None
@@ -149,7 +150,7 @@ class Session:
         if self._scaler is not None:
             self._follow_log()
 
-    # -- what follows from the options -----------------------------------------------------------
+    # -- settings from the options ----------------------------------------------------------------
 
     @property
     def eval_precision(self) -> PrecisionName:
@@ -291,9 +292,7 @@ class Session:
         Session._in_force.close()
 
     def end(self, *, warn: Callable[[str], object] | None, error: BaseException | None = None) -> None:
-        """End the run. Weights become float32 and earlier op rules apply again.
-
-        The loss scale and the counts stay.
+        """End the run. Weights become float32 and earlier op rules apply again. Loss scale and counts stay.
 
         Args:
             warn: a function that gets a warning text if all steps of the run were skipped. None gives no
@@ -416,10 +415,10 @@ class Session:
 
     @property
     def shown_scaler(self) -> Any:
-        """The scaler that a program sees; None if no loss is scaled.
+        """The scaler that a program sees as an attribute, or None if no loss is scaled.
 
-        A program may switch the scaler off for some batches by ``scaler._enabled = False``. It is still shown
-        then, so that the program can switch it on again.
+        A program may switch the scaler off for some batches by ``scaler._enabled = False``. A scaler that is
+        switched off remains visible, so that the program can switch it on again.
         """
         scaler = self.scaler
         return scaler if self._came_enabled or scaler.is_enabled() else None
@@ -575,7 +574,7 @@ class Session:
         norms = {name.format(place): result.norm for place, result in new.items() if result.norm is not None}
         return norms if new else None
 
-    # -- what a framework shows or saves ---------------------------------------------------------
+    # -- state and run page ----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale, with torch's keys.

@@ -73,11 +73,11 @@ class Takeover:
         self._made: dict[str, None] = {}
         # True once the program has made an amp_plugin scaler, under any class name.
         self._uses_ours = False
-        # True once an enabled scaler exists, or a framework that makes one if needed.
+        # True once an enabled scaler exists, or a framework that creates a scaler if needed.
         self._scales = False
         self._uses_framework = False
         self._blocks: Counter[tuple[str, torch.dtype]] = Counter()
-        # The default op rules. This entry also records whether an autocast region has read them.
+        # The stack entry of the default op rules, which records whether an autocast region has read them.
         self._defaults: Pushed | None = None
         self._totals: StepTotals | None = None  # None before torch is imported
         self._failed = False
@@ -92,7 +92,7 @@ class Takeover:
         self._begun.enter_context(when_imported({"torch": lambda _: self}))
 
     def program_failed(self, error: BaseException | None) -> None:
-        """Record that the program ended with an error. If torch rejected dtypes, print how to fix that."""
+        """Record that the program ended with an error. If torch rejected dtypes, print what to do."""
         self._failed = True
         if error is None or "torch" not in sys.modules:
             return
@@ -105,8 +105,8 @@ class Takeover:
     def _end_with_process(self) -> None:
         """End the takeover after everything else.
 
-        A multiprocessing finalizer does it, because child processes of multiprocessing run no atexit
-        handlers.
+        A multiprocessing finalizer ends the takeover, because child processes of multiprocessing run no
+        atexit handlers.
         """
         self.end = util.Finalize(None, self._ended, exitpriority=0)
 
@@ -316,7 +316,7 @@ class Takeover:
     def _may_take(self, kind: type) -> bool:
         """Return whether a scaler class may be replaced.
 
-        Classes that override torch's private methods may not.
+        Classes that override private methods of torch's scaler may not be replaced.
         """
         from amp_plugin.adapters.taken_scalers import overrides_private  # noqa: PLC0415 - loads torch
 
@@ -357,7 +357,7 @@ class Takeover:
         self._say(f"{finding.headline}, at {finding.caller or finding.place}: {finding.advice}")
 
     def _note(self, made: str) -> None:
-        """Record that an Accelerator, Trainer or Fabric was made. It makes a scaler if it needs one."""
+        """Record that an Accelerator, Trainer or Fabric was made, which creates a scaler if needed."""
         self._made[made], self._scales, self._uses_framework = None, True, True
 
     def _note_scaler(self, scaler: Any) -> None:

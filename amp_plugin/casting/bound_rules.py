@@ -1,7 +1,7 @@
 """Applies op rules and a dtype to ``torch.autocast`` blocks of programs that do not use amp_plugin.
 
-``amp-plugin run`` applies them for one run of a program. ``AMP_PLUGIN_RULES`` applies rules in each process
-that imports torch (see ``amp_plugin_autoload``).
+``amp-plugin run`` applies rules and dtype for one run of a program. ``AMP_PLUGIN_RULES`` applies rules in
+each process that imports torch (see ``amp_plugin_autoload``).
 """
 
 from __future__ import annotations

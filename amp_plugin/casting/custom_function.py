@@ -34,7 +34,7 @@ def custom_fwd(
     Args:
         fwd: the ``forward`` method, which is left out if the decorator is used with options.
         device_type: the device type whose autocast state is used, such as ``"cuda"``. The default is the
-            device type of the tensor arguments. If some of them are on the CPU and some are not, the CPU is
+            device type of the tensor arguments. If some tensors are on the CPU and some are not, the CPU is
             ignored. Torch's decorator has no default.
         cast_inputs: a dtype. If ``cast_inputs`` is given and autocast is on, ``forward`` runs with autocast
             off, and floating-point inputs on the device are cast to this dtype, except those in fp64. Tensors
@@ -108,8 +108,8 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
     Raises:
         ValueError: ``device_type`` is not a string.
-        RuntimeError: ``forward`` was not decorated with ``custom_fwd``. The decorated method raises this
-            error.
+        RuntimeError: the decorated method raises this error if ``forward`` was not decorated with
+            ``custom_fwd``.
     """
     _check_device_type(device_type)
     if bwd is None:

@@ -71,7 +71,7 @@ def _is_written_form(full: str) -> bool:
 
 
 def full_name(dispatcher_name: str) -> str:
-    """Return an op's full name: ``aten::mm.default`` for the dispatcher's ``aten::mm``."""
+    """Return the full name of an op, such as ``aten::mm.default`` for the dispatcher's ``aten::mm``."""
     return dispatcher_name if "." in dispatcher_name else f"{dispatcher_name}.default"
 
 

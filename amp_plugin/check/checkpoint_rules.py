@@ -45,7 +45,7 @@ def _is_optimizer(module: Module, node: ast.AST, scope: Scope) -> bool:
 
 
 def _has_a_new_scaler(module: Module, event: Event) -> bool:
-    """Return True if each iteration of the loop around a save makes its own scaler."""
+    """Return True if every iteration of the loop around a save creates a new scaler."""
     makers = _makers(module)
     beside = (e for flow in module.flows if flow.scope is event.scope for e in flow.events)
     ran = {called(module.names, e.call, e.scope) for e in beside if e.context.loops}
@@ -71,7 +71,7 @@ def _makers(module: Module) -> set[FunctionNode]:
 
 
 def _returned_states(module: Module, reported: set[ast.AST]) -> Iterator[Hit]:
-    """Find functions that return a checkpoint with the state of an optimizer and other states."""
+    """Find functions that return the state of an optimizer together with other states, as a checkpoint."""
     for name, function in module.names.functions.items():
         if not _GIVES_STATES.search(name.rpartition(".")[2]):
             continue

@@ -49,7 +49,7 @@ class Region:
         device: the device type, such as "cuda", or "" if the source does not say.
         dtype: "float16" or "bfloat16", or "" if the source does not say.
         is_on: False if the region is created with ``enabled=False``.
-        is_sure: True if the program opens this region in every branch.
+        is_sure: True if the program opens this region in every branch of the code.
         when: the conditions from ``enabled=...`` under which the region is on, each with its value.
     """
 
@@ -81,7 +81,7 @@ class Context:
         return replace(self, conditions=(*self.conditions, *facts(test, holds=holds)))
 
     def around(self, inner: Context) -> Context:
-        """Return the context of a place in a function, for a call of that function in this context.
+        """Return the context of a place inside a function that is called in this context.
 
         Args:
             inner: The context of the place within the called function.
@@ -112,10 +112,10 @@ class Event:
         context: the conditions, loops and autocast regions around the call.
         scope: the scope of the function in which the call is.
         who: the scaler, accelerator or scheduler whose method is called. If an optimizer steps without a
-            scaler, it is the optimizer.
+            scaler, ``who`` is the optimizer.
         optimizer: the optimizer that is passed to the scaler's method.
         touches: the variables that are passed to an unknown function. If a method calls another method of its
-            object that may use a scaler, they include the object.
+            object that may use a scaler, the object is included.
         position: the index of the event in its function.
     """
 
@@ -351,7 +351,7 @@ class _Walker:
         """Return whether a method call on ``self`` may use a scaler.
 
         Methods that are defined in this module are searched, together with the methods that they call. For
-        inherited methods only the name decides.
+        inherited methods only the method's name decides.
         """
         pending, seen = [(call, scope)], set[FunctionNode]()
         while pending:

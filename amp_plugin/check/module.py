@@ -26,7 +26,7 @@ class Hit(NamedTuple):
 
     code: str
     node: ast.AST
-    detail: str = ""  # if not empty, it replaces the rule's text
+    detail: str = ""  # a text that replaces the rule's text
     edits: tuple[Edit, ...] = ()  # edits that fix the mistake
 
 
@@ -41,7 +41,7 @@ class Module:
 
     @classmethod
     def read(cls, text: str) -> Module:
-        """Parse the source of a module. Raise SyntaxError if it cannot be parsed."""
+        """Parse the source of a module. Raise SyntaxError if the source cannot be parsed."""
         tree = ast.parse(text)
         names = names_of(tree)
         return cls(tree, text, names, flows_of(tree, names))
@@ -79,8 +79,8 @@ class Module:
     def steps(self, flow: Flow, depth: int = 3) -> list[Event]:
         """Return the steps of scalers and schedulers in a function and in the functions that it calls.
 
-        Calls of functions in this module are followed to this ``depth``. The conditions and loops around a
-        call also apply to the steps inside the called function.
+        Calls of functions in the module are followed up to ``depth`` levels. The conditions and loops around
+        a call also apply to the steps inside the called function.
         """
         steps = flow.of("scaler step", "scheduler step")
         if not depth or not self._has_both_steps:

@@ -90,12 +90,12 @@ def _moved(
     parents: dict[ast.AST, ast.AST],
     lines: list[str],
 ) -> tuple[Edit, ...]:
-    """Return the edits of an import and of all uses of its names; empty if one use cannot be edited.
+    """Return the edits of an import and of all uses of its names, or () if one use cannot be edited.
 
     Args:
         module: the module.
         node: the import.
-        uses: maps a local name to the name in torch; an empty name stands for the module ``amp``.
+        uses: maps each local name to its name in torch. An empty name stands for the module ``amp``.
         device: "cuda" or "cpu".
         parents: maps each node to its parent.
         lines: the lines of the source.

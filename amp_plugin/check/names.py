@@ -206,7 +206,7 @@ class Names:
         return set()
 
     def constant(self, node: ast.AST | None, scope: Scope) -> object:
-        """Return the constant or dotted name that an expression always has, or None if there are several."""
+        """Return the constant or dotted name that an expression always evaluates to, or None."""
         if node is None:
             return None
         found: set[object] = set()

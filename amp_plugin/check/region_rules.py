@@ -104,7 +104,7 @@ def fp16_without_scaler(module: Module) -> Iterator[Hit]:
 
 
 def _scalers_never_used(module: Module) -> set[str]:
-    """Return the names of scalers that are made but never used. If one is used, return nothing."""
+    """Return the names of scalers that are created but never used, or nothing if any scaler is used."""
     made = {
         key
         for key, values in module.names.bound.items()
@@ -253,7 +253,7 @@ def _divisors(node: ast.AST) -> Iterator[tuple[float, ast.AST]]:
 
 
 def _narrow_names(function: ast.AST) -> set[str]:
-    """Return the variables that are assigned a matrix product, or an op's result with its dtype."""
+    """Return the variables that hold a matrix product, or a result of an op that keeps the dtype."""
     narrow: set[str] = set()
     for node in ast.walk(function):
         targets = node.targets if isinstance(node, ast.Assign) and _is_narrow(node.value, narrow) else []

@@ -28,7 +28,7 @@ _RARELY = re.compile(r"%|\blen\(|last|final|num_batch|n_batch|steps_per_epoch", 
 
 
 def clip_before_unscale(module: Module) -> Iterator[Hit]:
-    """AMP001: Find clips by torch between a scaled backward pass and its step, without ``unscale_``."""
+    """AMP001: Find torch's clip between a scaled backward pass and its step, without ``unscale_``."""
     for flow in module.flows:
         for clip in filter(_bounds, flow.of("clip")):
             if any(_clips_scaled(flow, clip, step) for step in flow.of("scaler step")):
@@ -226,7 +226,7 @@ def update_between_steps(module: Module) -> Iterator[Hit]:
 
 
 def _steps_an_earlier_loss(before: list[Event], step: Event, update: Event) -> bool:
-    """Return True if a loss is computed before the update, and its optimizer steps after the update."""
+    """Return True if a loss is scaled before the update, but its optimizer steps only after the update."""
     scaled = [e for e in before if e.kind == "scaled backward" and e.who == step.who and _same_pass(e, step)]
     stepped = [e for e in before if e.kind == "scaler step" and e.who == step.who and _same_pass(e, update)]
     since = before[before.index(scaled[-1]) :] if scaled else []

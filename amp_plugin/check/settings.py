@@ -21,7 +21,7 @@ _KEYS = ("select", "ignore", "exclude", "baseline")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of a check: which rules to check, and which paths to leave out.
+    """The settings of a check, with the rules to check and the paths to leave out.
 
     Attributes:
         select: codes of the rules to check, or first characters of codes ("AMP01" selects AMP010 to AMP019).

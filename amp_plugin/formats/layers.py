@@ -143,7 +143,7 @@ _KINDS: Final = frozenset({*(known.kind for known in FORMATS.values()), Emulated
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerFormats:
-    """Decides which Linear layers are converted to which format, and converts them.
+    """Decides which Linear layers are converted to which format, and converts these layers.
 
     Attributes:
         default: The format of layers that match no pattern. ``"bf16"`` leaves these layers unconverted.
@@ -284,7 +284,7 @@ def _unknown(name: object) -> OptionError:
 
 
 def _emulates(config: Any) -> bool:
-    """Return whether torchao's configuration emulates. None stands for EmulatedLinear."""
+    """Return whether a torchao configuration emulates a format. None stands for EmulatedLinear."""
     if config is None:
         return True
     return bool(getattr(config, "emulate", False)) or "EMULATED" in str(
@@ -414,9 +414,9 @@ def convert(
 
     Use this function in a plain PyTorch loop. In Lightning, Fabric and Accelerate, ``precision="mxfp8"`` has
     the same effect. Train the model under autocast in bfloat16, without a loss scale. Parameters stay the
-    same objects, so optimizers and checkpoints need no change. (For ``"nvfp4"``, torchao adds two buffers to
-    each layer.) Convert the model before ``torch.compile`` and before ``fully_shard``. Layers that are
-    already converted do not change.
+    same objects, so optimizers and checkpoints need no change. For ``"nvfp4"``, torchao adds two buffers to
+    each layer. Convert the model before ``torch.compile`` and before ``fully_shard``. Layers that are already
+    converted do not change.
 
     Args:
         model: The model, which is changed in place.

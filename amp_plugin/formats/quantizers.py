@@ -33,8 +33,8 @@ class Codes:
 
     Attributes:
         rounded: The rounded values, in the dtype of the matrix that was quantized.
-        scales: The float32 factors by which the codes are multiplied. There is one for the matrix, for each
-            row, or for each block.
+        scales: The float32 factors by which the codes are multiplied. There is one factor for the matrix, for
+            each row, or for each block.
     """
 
     rounded: Tensor
@@ -47,8 +47,8 @@ def quantize(matrix: Tensor, name: str, *, is_gradient: bool = False) -> Codes:
     Args:
         matrix: A 2-dim tensor in float32 or bfloat16, whose rows have a multiple of the block size as length.
         name: ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``.
-        is_gradient: True if the matrix is the gradient of an output. For such gradients ``"fp8"`` uses e5m2,
-            as torchao does.
+        is_gradient: True if the matrix is the gradient of an output. For gradients of outputs, ``"fp8"`` uses
+            e5m2, as torchao does.
     """
     return _QUANTIZERS[name](matrix, is_gradient)
 
@@ -174,7 +174,8 @@ class Rounded(torch.autograd.Function):
 class EmulatedLinear(nn.Linear):
     """A Linear layer that emulates nvfp4, because torchao has no emulation of nvfp4.
 
-    The layer computes in the dtype of autocast. Outside of autocast it computes in the dtype of its input.
+    The layer computes in the dtype of autocast. Outside of autocast, the layer computes in the dtype of its
+    input.
     """
 
     format_name = "nvfp4"

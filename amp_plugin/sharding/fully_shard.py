@@ -69,7 +69,7 @@ def fully_shard(
     _refuse_misfits(model, chosen, root or model, options)
     in_fp32 = plan.in_fp32(root or model)
     apply_fp32_modules(root or model, plan.fp32_modules)
-    # All ranks must use the same order, so it is taken from model.modules() and not from the set.
+    # All ranks must use the same order, which model.modules() has and a set does not.
     found = [module for module in model.modules() if module in chosen]
     # Smaller modules come first, so that submodules are sharded before their parents.
     for module in sorted(found, key=lambda unit: sum(1 for _ in unit.modules())):

@@ -39,15 +39,15 @@ Dtypes = tuple[torch.dtype, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardUnit:
-    """An FSDP unit: weights that are gathered together, and whose gradients are reduced together.
+    """An FSDP unit, whose weights are gathered together and whose gradients are reduced together.
 
     Attributes:
         name: The name of the module that was sharded, or ``""`` for the model itself.
         engine: What shards the unit: ``"fsdp2"``, ``"fsdp1"``, ``"ddp"`` (each rank holds all weights) or
             ``"none"``.
         stored: The distinct dtypes of the unit's trainable weights between steps, or of its frozen weights if
-            none is trainable. For weights that are stored as 16-bit pairs it is the 16-bit dtype. There are
-            several dtypes if some weights of the unit stay in float32.
+            none is trainable. For weights that are stored as 16-bit pairs, ``stored`` has the 16-bit dtype.
+            There are several dtypes if some weights of the unit stay in float32.
         gathered: The dtype in which the unit's weights are gathered and used in forward, or ``torch.uint8``
             if torch gathers weights of several dtypes together, as bytes.
         reduced: The dtype in which the unit's gradients are reduced, or None if all its weights are frozen.
@@ -71,7 +71,7 @@ class ShardUnit:
 
 
 def shard_units(model: nn.Module) -> list[ShardUnit]:
-    """Return the FSDP units of a model. Each unit comes after the units inside it.
+    """Return the FSDP units of a model, with each unit after the units inside it.
 
     For example, the order is ``blocks.0.norm``, ``blocks.0``, ``blocks.1`` and so on, and the model itself is
     last.
@@ -236,7 +236,7 @@ _WITH_REMAINDERS: Final = "the bytes of weights that are stored in 16 bits inclu
 
 
 class _Name:
-    """A name in a table. If the name does not fit, an ellipsis replaces its middle."""
+    """A name in a table. If the name does not fit, an ellipsis replaces the middle of the name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -332,7 +332,7 @@ _SET: Final = {
 
 
 def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
-    """Check that FSDP uses the dtypes of a plan. Return whether FSDP shards the model at all.
+    """Check that FSDP uses the dtypes of a plan. Return True if FSDP shards the model at all.
 
     A warning is given if gradients are reduced in 16 bits although the plan says fp32.
 
@@ -443,8 +443,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op, and record it if it is a collective.
 
-        Ops on DTensors are declined. DTensor then runs them as ops on plain tensors, which are dispatched
-        here again.
+        Ops on DTensors are declined, because DTensor then runs them as ops on plain tensors, which come here
+        again.
         """
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented

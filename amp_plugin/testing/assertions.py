@@ -6,9 +6,9 @@ Each op runs twice, in the program's dtypes and in a wide dtype whose rounding i
     rounding of an op       = its own relative error, at most half an eps of its dtype
     explained of its result = sqrt(rounding^2 + (largest explained of its inputs)^2)
 
-Some derivatives are discontinuous, such as the derivative of relu at 0. If rounding moves an input across the
-discontinuity, the result changes by more than rounding. The fraction of these elements is added to
-``explained``, up to 3 * explained of the input.
+Some derivatives are discontinuous, such as the derivative of relu at 0. If rounding moves an input across a
+discontinuity, the result changes by more than rounding. The fraction of elements that cross a discontinuity
+is added to ``explained``, up to 3 * explained of the input.
 
 An assertion fails if a loss, or the gradients of a step, differ from the wide run by more than 3 * explained.
 An assertion also fails if rounding of the weights loses more than 3 * explained of an update.
@@ -95,7 +95,7 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
         self.origin: _Origin | None = None
 
     def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
-        """Compute ``explained`` of a result. Remember the first op whose result differs by more."""
+        """Compute ``explained`` of a result. Remember the first op whose result differs by more than that."""
         if not result.is_floating_point():
             return
         own = distance(result, exact) if exact is not None else 0.0
@@ -249,8 +249,8 @@ def assert_same_numerics(run: Callable[[], Any], golden: str | Path, *, steps: i
         steps: the number of optimizer steps to record.
 
     Raises:
-        AssertionError: a result differs too much. The message names the first such op with its module and
-            line.
+        AssertionError: a result differs too much. The message names the first op with such a result, its
+            module and its line.
         FileNotFoundError: the golden file does not exist, and ``--amp-record`` was not given.
         ValueError: the file is not a recording.
 

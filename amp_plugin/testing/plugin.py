@@ -1,6 +1,6 @@
 """The pytest plugin, with the option ``--amp-record`` and the fixture ``no_lost_numbers``.
 
-pytest loads this module in every run. Therefore the module imports only pytest until the fixture is used.
+pytest loads this module in every run, so the module imports only pytest until the fixture is used.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def is_unstored_half(param: Tensor) -> bool:
     return param.dtype in HALVES and stored_weight(param) is None
 
 
-# -- storing, and back to float32 --------------------------------------------------------------------
+# -- storing and restoring ---------------------------------------------------------------------------
 
 
 @torch.no_grad()

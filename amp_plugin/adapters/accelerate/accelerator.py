@@ -76,8 +76,8 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     Raises:
         TypeError: an argument is unknown.
-        ValueError: an option or ``mixed_precision`` has a bad value, whose source the error names. Or another
-            engine does the casting and the loss scaling.
+        ValueError: an option or ``mixed_precision`` has a bad value, whose source the error names. ValueError
+            is also raised if another engine does the casting and the loss scaling.
 
     Example:
         >>> accelerator = AmpAccelerator(mixed_precision="fp16", cpu=True)
@@ -116,7 +116,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         self._format = format_asked(given.get("mixed_precision"), os.environ)
         options, sources, enabled = take_options(given, os.environ)
         self._open_session(options, sources=sources, enabled=enabled)
-        # What the public attribute ``scaler`` returns.
+        # ^The object that the public attribute ``scaler`` returns.
         self._shown: Any = None
         super().__init__(**given)
         is_other = refuse_other_engine(
@@ -160,7 +160,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     @property
     def _engaged(self) -> bool:
-        """Whether amp_plugin casts and steps. False if another engine, such as DeepSpeed, does so."""
+        """Whether amp_plugin casts and steps, instead of another engine such as DeepSpeed."""
         return bool(self.session.device)
 
     def _show(self, scaler: Any) -> None:
@@ -215,7 +215,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
             prepared = super().prepare(*args, **kwargs)
         for model in (
             self._models[before:] if self.is_fsdp2 else ()
-        ):  # Accelerate matches weights by their memory addresses, so they are set up after prepare().
+        ):  # Accelerate matches weights by memory addresses, so weights are set up after prepare().
             self.session.set_up_weights(model, found_patterns(model, self._options.fp32_modules))
         if self.native_amp:
             for model in self._models[before:]:
@@ -227,7 +227,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
     def _prepare_engine(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare with another engine.
 
-        Under DeepSpeed, add a scaler that the engine uses or that observes it.
+        Under DeepSpeed, also add a scaler that the engine uses, or an EngineScaler.
         """
         for optimizer in args:
             # DeepSpeedOptimizerWrapper looks for the attribute "overflow" when it is made.
@@ -331,8 +331,8 @@ class AmpAccelerator(EntryPoint, Accelerator):
     ) -> nn.Module:
         """Return the model without its distributed wrapper.
 
-        With ``keep_fp32_wrapper=False`` the model becomes an ordinary float32 model. Under DDP it cannot be
-        trained any further.
+        With ``keep_fp32_wrapper=False`` the model becomes an ordinary float32 model. A model under DDP cannot
+        be trained after that.
         """
         inner: nn.Module = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         if not keep_fp32_wrapper:
@@ -470,7 +470,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
     # -- checkpoints and the end -----------------------------------------------------------------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as Accelerator does. The steps by which it creates optimizer state bypass the scaler."""
+        """Save as Accelerator does. Steps by which Accelerator creates optimizer state bypass the scaler."""
         with self.session.aside():
             return super().save_state(*args, **kwargs)
 

@@ -24,7 +24,7 @@ from amp_plugin.sharding.plan import DtypePlan
 
 @dataclass(kw_only=True, eq=False)
 class MixedForward:
-    """Replaces ``module.forward``. Pickles, copies and compiled forms of the module include it."""
+    """Replaces ``module.forward``, also in pickles, copies and compiled forms of the module."""
 
     module: nn.Module
     training: RegionState
@@ -38,7 +38,7 @@ class MixedForward:
         self.own = vars(self.module).get("forward")
 
     def put_on(self) -> None:
-        """Set this as the module's forward, unless it has a MixedForward already."""
+        """Replace the module's forward by this object, unless a MixedForward has already replaced it."""
         if not isinstance(self.own, MixedForward):
             # Accelerate's extract_model_from_parallel follows __wrapped__ up to _original_forward.
             self.module._original_forward = self.__wrapped__  # type: ignore[assignment]
