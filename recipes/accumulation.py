@@ -1,4 +1,4 @@
-"""Accumulation: each optimizer step uses several micro-batches, all with the same loss scale.
+"""Accumulate the gradients of several micro-batches per step, all with the same loss scale.
 
     python -m recipes run accumulation [precision=bf16] [key=value ...]
 

@@ -2,10 +2,10 @@
 
     python -m recipes run below_16_bits [key=value ...]
 
-A classifier of handwritten digits and a character GPT train in the configured ``precision``. Both models also
-train with Linear layers in fp8, fp8-rowwise, mxfp8 and nvfp4, and with all other ops under bf16 autocast. All
-runs of a model have the same initial weights and the same batches. Emulation rounds numbers as the formats
-do, so the losses are meaningful. The times of emulated runs are not.
+A classifier of handwritten digits and a character GPT train in the configured ``precision``. The classifier
+and the GPT also train with Linear layers in fp8, fp8-rowwise, mxfp8 and nvfp4, and with all other ops under
+bf16 autocast. All runs of a model have the same initial weights and the same batches. Emulation rounds
+numbers as the formats do, so the losses are meaningful. The times of emulated runs are not.
 """
 
 from __future__ import annotations

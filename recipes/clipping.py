@@ -1,4 +1,4 @@
-"""Clipping: limit the norm of the unscaled gradients, or limit each element of a gradient.
+"""Clip the norm of the unscaled gradients, or clip each element of the unscaled gradients.
 
     python -m recipes run clipping [precision=bf16] [key=value ...]
 

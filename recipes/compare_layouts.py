@@ -2,8 +2,8 @@
 
     python -m recipes.compare_layouts FOLDER
 
-A classifier trains for three steps on one process with the whole batch. Then the classifier trains on two
-processes with FSDP2, each with half of the batch. Finally the classifier trains with a deliberate bug, in
+A classifier trains for three steps on one process with the whole batch. The same classifier then trains on
+two processes with FSDP2, each with half of the batch. Finally the classifier trains with a deliberate bug, in
 which ``ignored_params`` excludes the last layer from FSDP2. The gradients of the excluded layer are not
 averaged, so the weights of this layer drift apart between the ranks. The loss still falls.
 """

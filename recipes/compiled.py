@@ -1,4 +1,4 @@
-"""torch.compile: the model is compiled; the autocast region and the scaler stay in eager code.
+"""Train with torch.compile: only the model is compiled; autocast and GradScaler run in eager code.
 
     python -m recipes run compiled [precision=bf16] [key=value ...]
 

@@ -1,4 +1,4 @@
-"""CUDA graph: one graph launch runs forward, backward, optimizer step and scale update (GPU only).
+"""A CUDA graph runs forward, backward, optimizer step and scale update in one launch (GPU only).
 
     python -m recipes run cuda_graph [precision=bf16] [key=value ...]
 

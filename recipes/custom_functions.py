@@ -65,7 +65,7 @@ class LinearReLU(torch.autograd.Function):
 
 
 class LogSumExp(torch.autograd.Function):
-    """``log(sum(exp(x)))`` in fp32. It would overflow in fp16, because the maximum of x is not subtracted."""
+    """``log(sum(exp(x)))`` in fp32. The sum would overflow in fp16, because max(x) is not subtracted."""
 
     @staticmethod
     @custom_fwd(cast_inputs=torch.float32)

@@ -1,12 +1,12 @@
-"""DDP: several processes average their gradients and take the same decision about every step.
+"""Train with DDP, where all ranks average their gradients and take or skip each step together.
 
     python -m recipes run ddp [precision=bf16] [key=value ...]
     torchrun --nproc-per-node 2 -m recipes run ddp [key=value ...]
 
 If the recipe is not started by torchrun, it starts its processes itself. DDP averages gradients that are
-still multiplied by the loss scale. So an overflow on one rank becomes an overflow on all ranks. Then all
-ranks skip the optimizer step, and their loss scales stay equal. Each batch is divided between the ranks, and
-the losses equal those of a single process that trains on the whole batch.
+still multiplied by the loss scale. So an overflow on one rank becomes an overflow on all ranks. After such an
+overflow, all ranks skip the optimizer step, and their loss scales stay equal. Each batch is divided between
+the ranks, and the losses equal those of a single process that trains on the whole batch.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Config(RecipeConfig):
 
 
 class NearestCentres(nn.Module):
-    """An example of an imported module. It computes squared distances that are too large for fp16."""
+    """An example of an imported module. The module computes squared distances too large for fp16."""
 
     def __init__(self, width: int, centres: int) -> None:
         super().__init__()

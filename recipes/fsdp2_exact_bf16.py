@@ -1,4 +1,4 @@
-"""FSDP2: compare exact bfloat16 shards with float32 shards and with plain bfloat16 shards.
+"""Compare FSDP2 with exact bfloat16 shards, with float32 shards and with plain bfloat16 shards.
 
     python -m recipes run fsdp2_exact_bf16 [precision=fp16] [key=value ...]
     torchrun --nproc-per-node 2 -m recipes run fsdp2_exact_bf16 [key=value ...]

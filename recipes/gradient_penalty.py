@@ -1,4 +1,4 @@
-"""Gradient penalty: add the squared norm of the images' gradients to the loss.
+"""Add a penalty to the loss, which is the squared norm of the gradients of the images.
 
     python -m recipes run gradient_penalty [precision=bf16] [key=value ...]
 

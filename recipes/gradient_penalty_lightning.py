@@ -1,10 +1,10 @@
-"""Gradient penalty in Lightning: the precision plugin computes the penalty from the scaled loss.
+"""Add a gradient penalty in Lightning, which the precision plugin computes from the scaled loss.
 
     python -m recipes run gradient_penalty_lightning [precision=bf16] [key=value ...]
 
-This is ``gradient_penalty.py`` in Lightning, with the same losses. Lightning runs ``training_step`` in an
-autocast region. ``precision_plugin.gradient_penalty`` turns autocast off while it computes the penalty. The
-returned penalty is not scaled, and is added to the loss like any other term.
+The recipe does the same as ``gradient_penalty.py``, with the same losses, in Lightning. Lightning runs
+``training_step`` in an autocast region. ``precision_plugin.gradient_penalty`` turns autocast off while it
+computes the penalty. The returned penalty is not scaled, and is added to the loss like any other term.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inference: compare the predictions of a trained model in lower precision with those in fp32.
+"""Compare the predictions of a trained model in lower precision with its predictions in fp32.
 
     python -m recipes run inference [precision=bf16] [key=value ...]
 

@@ -1,4 +1,4 @@
-"""LBFGS with a loss scale: its closure calls backward on the scaled loss and returns the plain loss.
+"""Train with LBFGS, whose closure calls backward on the scaled loss and returns the unscaled loss.
 
     python -m recipes run lbfgs [precision=bf16] [key=value ...]
 

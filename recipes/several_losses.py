@@ -3,9 +3,9 @@
     python -m recipes run several_losses [scales=per_loss] [key=value ...]
 
 Losses of different sizes need different loss scales. At a loss scale that suits the large loss, the gradients
-of the small loss underflow. The scaler converts gradients to one common loss scale before it adds them. Both
-losses have gradients in the layers that they share. If a shared gradient overflows, the scaler cannot know
-which loss caused the overflow, so it lowers both loss scales.
+of the small loss underflow. The scaler converts gradients to one common loss scale before it adds them. The
+layers that both losses share get gradients from both losses. If a shared gradient overflows, the scaler
+cannot know which loss caused the overflow, so it lowers both loss scales.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Config(RecipeConfig):
 
 
 class TwoHeads(nn.Module):
-    """A network with two heads on shared features: one classifies a digit, and one reconstructs its image."""
+    """A network with shared features, a head that classifies digits, and a head that reconstructs images."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Code that the recipes share: config keys, data, models, and the record of a run with its plots.
+"""Config keys, data, models, and the record of a run with its plots, which the recipes share.
 
 A recipe needs this file and no other file of this folder. To use a recipe elsewhere, copy the recipe and this
 file into one folder, and replace ``from recipes.shared import`` by ``from shared import``.

@@ -3,9 +3,9 @@
     python -m recipes run threads [precision=bf16] [key=value ...]
 
 A new thread starts with autocast off. ``autocast_module`` records the autocast state of the thread that calls
-it. Then every thread that runs the module uses the recorded autocast state. This holds for the worker threads
-of a pool, as in this recipe, and for the replicas of ``nn.DataParallel``. Without ``autocast_module``,
-DataParallel passes only the enabled flag to its threads, and neither the dtype nor the op rules.
+it. Every thread that runs the module uses the recorded autocast state. The threads may be worker threads of a
+pool, as in this recipe, or replicas of ``nn.DataParallel``. Without ``autocast_module``, DataParallel passes
+only the enabled flag to its threads, and neither the dtype nor the op rules.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find and fix the gap between a generator with an fp8 key-value cache and its trainer, which has none.
 
 ``python -m recipes.trainer_and_generator FOLDER`` samples from a small Llama with transformers' cache, writes
-``rollouts.jsonl``, and compares the log-probabilities of the generator with those of the trainer. Then the
-recipe applies the setting that the report recommends, and repeats the comparison.
+``rollouts.jsonl``, and compares the log-probabilities of the generator with those of the trainer. The recipe
+then applies the setting that the report recommends, and compares the log-probabilities again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Measure the gap between sampling and training with TRL's SFT, DPO and GRPO, in fp16 and bf16.
 
 A policy samples tokens one by one with a key-value cache, but is trained on all tokens at once. Sampling and
-training compute the same log-probabilities except for rounding. This difference between sampling and training
-is called the gap. fp16 has three more mantissa bits than bf16, so its gap is smaller.
-``Gap(rollout).measure(step)`` measures the gap. The command ``amp-plugin gap`` also names the cause of the
-gap.
+training compute the same log-probabilities except for rounding. The difference between the log-probabilities
+of sampling and training is called the gap. fp16 has three more mantissa bits than bf16, so the gap is smaller
+in fp16. ``Gap(rollout).measure(step)`` measures the gap. The command ``amp-plugin gap`` also names the cause
+of the gap.
 
 ``python -m recipes.trl_rollouts FOLDER`` runs each trainer, stops and resumes it half-way, and plots the gap.
 """

@@ -1,4 +1,4 @@
-"""Typical training: autocast surrounds the forward pass, and GradScaler takes the optimizer step.
+"""A typical training loop runs the forward pass in autocast, and steps with a GradScaler.
 
     python -m recipes run typical_training [precision=bf16] [key=value ...]
 

@@ -1,4 +1,4 @@
-"""WGAN-GP: train a generator of digits and a critic with a gradient penalty.
+"""Train a WGAN-GP, which is a generator and a critic with a gradient penalty, on digits.
 
     python -m recipes run wgan_gp [precision=bf16] [key=value ...]
 
