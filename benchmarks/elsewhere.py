@@ -29,6 +29,6 @@ CLIPPING = (
 DEEPSPEED = (
     "For DeepSpeed we found no published time of its fp16 optimizer's check, norm and clipping. DeepSpeed "
     "says that its CPU Adam is 5 to 7 times faster than PyTorch's "
-    "([ZeRO-Offload tutorial](https://www.deepspeed.ai/tutorials/zero-offload)). That claim predates "
-    "torch's fused AdamW for the CPU, and concerns only the optimizer, which we leave to torch."
+    "([ZeRO-Offload tutorial](https://www.deepspeed.ai/tutorials/zero-offload)). DeepSpeed's claim "
+    "predates torch's fused AdamW for the CPU, and concerns only the optimizer, which we leave to torch."
 )

@@ -120,7 +120,7 @@ def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
     for label, (ours, limit, ratio) in calls.items():
         yield Comparison(
             name=label,
-            table=f"amp_plugin's ops over {name}, next to torch's op over one tensor of as many bytes",
+            table=f"amp_plugin's ops over {name}, compared with torch's op over one tensor of as many bytes",
             samples={OURS: setting.memory_clock(ours), LIMIT: setting.memory_clock(limit)},
             rounds=setting.rounds(31),
             gates=(Gate(limit=ratio, against=LIMIT),) if setting.device == "cpu" else (),

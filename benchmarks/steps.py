@@ -27,11 +27,13 @@ UNCOMPRESSED = "fp32 state"
 PLAIN = "without it"
 TABLE = "Unscale + clip + step + update, after each backward pass"
 TABLE_WITHOUT_SCALE = "Clip + step without a loss scale, after each backward pass"
-TABLE_16_BITS = "The same step with weights stored in bf16, next to float32 weights"
-TABLE_8_BITS = "The same step with bf16 weights and 8-bit state, on one thread, next to float32 state"
-TABLE_JUDGED = "The same step with on_spike= or log=, next to a step without them"
-TABLE_FUSED = "The same step for optimizers that torch has fused, next to torch's fused and foreach steps"
-TABLE_FOREACH = "The same step for optimizers that torch has not fused, next to their own step"
+TABLE_16_BITS = "A whole step with weights stored in bf16, compared with float32 weights"
+TABLE_8_BITS = "A whole step with bf16 weights and 8-bit state, on one thread, compared with float32 state"
+TABLE_JUDGED = "A whole step with on_spike= or log=, compared with a step without them"
+TABLE_FUSED = (
+    "A whole step for optimizers that torch has fused, compared with torch's fused and foreach steps"
+)
+TABLE_FOREACH = "A whole step for optimizers that torch has not fused, compared with their own step"
 JUDGED: dict[str, Any] = {"on_spike": Spike(), "log": lambda _: None}
 """The options of the scaler that examine each step, and their values."""
 FUSED = {"Adam": 2, "AdamW": 2, "SGD with momentum": 1, "Adagrad": 1}

@@ -210,7 +210,7 @@ def published(report: Report) -> str:
         if clipping.tensors in here
     ]
     note = (
-        f"The times are those published in {CLIPPING_SOURCE}: clipping alone, on a GPU. The last column is "
-        "measured on this machine, unscaling and overflow check included on both sides."
+        f"The times were published in {CLIPPING_SOURCE}, for clipping alone on a GPU. The last column was "
+        "measured on our machine, and includes unscaling and the overflow check for both libraries."
     )
     return "\n\n".join([markdown([header, *rows]), note, DEEPSPEED])
