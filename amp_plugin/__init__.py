@@ -116,7 +116,8 @@ __all__ = ["__version__", *sorted([*_HOME, *_INSTALLED])]  # noqa: PLE0604 - nam
 def __getattr__(name: str) -> Any:
     """Import a public name from its module."""
     if name in _ADAPTERS:
-        return _from_adapter(name)  # not cached: depends on the Lightning package in use
+        # The result is not stored in globals(), because it depends on the Lightning package in use.
+        return _from_adapter(name)
     if name not in _HOME:
         from amp_plugin.messages import did_you_mean  # noqa: PLC0415 - lazy imports
         from amp_plugin.removed import reason  # noqa: PLC0415

@@ -86,9 +86,8 @@ class Spike:
         Literal["norm", "loss"],
         Doc(
             'The value that is compared with its mean. ``"norm"``: the norm of the unscaled gradients before '
-            "clipping. "
-            '``"loss"``: the sum of the losses that went through ``scale()`` since the last step. Under '
-            "torch.distributed it is the mean over all processes."
+            'clipping. ``"loss"``: the sum of the losses that went through ``scale()`` since the last step. '
+            "Under torch.distributed it is the mean over all processes."
         ),
     ] = "norm"
     sigma: Annotated[float, Doc("The number of standard deviations above the mean, more than 0.")] = 6.0

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-_quiet: set[int] = set()  # ids of hook handles; torch never reuses them
+# The ids of the handles of quiet hooks. Torch never reuses an id.
+_quiet: set[int] = set()
 
 
 def register_quiet_hook(optimizer: Optimizer | None, hook: Callable[..., Any]) -> RemovableHandle:

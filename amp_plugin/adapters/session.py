@@ -123,7 +123,8 @@ class Session:
         self._seen: list[weakref.ref[StepResult]] = []
         # The ids of the optimizers that have stepped in the current iteration.
         self._stepped: set[int] = set()
-        self.growth = WeightGrowth()  # used by the error for a run of skipped steps
+        # The growth of the weights, for the error that ends a run of skipped steps.
+        self.growth = WeightGrowth()
         self._enabled = enabled
         self.formats = LayerFormats()
         if isinstance(options, PluginOptions):

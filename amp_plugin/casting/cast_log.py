@@ -128,7 +128,8 @@ def _counts(totals: CastTotals) -> tuple[str, ...]:
     return f"{totals.casts:,}", f"{totals.cached:,}", filesize.decimal(totals.bytes)
 
 
-_OUTSIDE = -1  # the scope of ops that run outside of any module
+# The log scope of ops that run outside of any module.
+_OUTSIDE = -1
 
 
 class CastLog:
@@ -142,7 +143,8 @@ class CastLog:
         self._is_open = False
         self._watching = ExitStack()
         self._lock = threading.RLock()
-        self._paths: list[str] = []  # module paths, to which the native log refers by index
+        # The paths of modules. The native log refers to a path by its index.
+        self._paths: list[str] = []
         # Maps each module to the index of its path.
         # Modules are compared by identity, because the hashes of some modules change.
         self._numbers = WeakIdKeyDictionary()

@@ -16,7 +16,8 @@ from amp_plugin.casting.region import autocast, is_autocast_available
 from amp_plugin.casting.run_in import cast_tensors
 
 _CARRIER = "_amp_plugin_setup_context"
-_forward_state = threading.local()  # the state that forward passes to setup_context
+# Holds the autocast state that forward passes on to setup_context.
+_forward_state = threading.local()
 
 
 def custom_fwd(

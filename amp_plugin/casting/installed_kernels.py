@@ -29,7 +29,8 @@ from amp_plugin.kernels.tracers import outside_tracers
 
 DEFAULT = 0  # the number of the default rules
 NO_RULES = -1
-MOST_KEPT = 56  # a rule can exclude only the first 56 arguments from casts
+# Only the first 56 arguments of an op can be excluded from casts.
+MOST_KEPT = 56
 
 # The code 0 means no rule: the op runs as if it had no autocast kernel.
 RULE_CODES = {rule: number for number, rule in enumerate(OpRule, start=1)}

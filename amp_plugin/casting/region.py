@@ -315,7 +315,8 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
         (number, lower, bool(theirs._enabled), False, rules_number, device_type),
         (number, lower, bool(theirs._enabled), True, rules_number, device_type),
     )
-    if theirs._enabled == enabled:  # not cached if torch disabled autocast, so that its warning is repeated
+    # If torch disabled autocast, the openings are not cached, so that torch's warning is repeated.
+    if theirs._enabled == enabled:
         KERNELS.checked[device_type, dtype, enabled] = openings
     return openings
 

@@ -54,7 +54,8 @@ def _put(pushed: Pushed, *, at: int) -> Pushed:
     _stack.insert(at, pushed)
     try:
         _show()
-    except RuntimeError:  # these rules conflict with those of another device
+    # These rules cannot be in force together with the rules of another device type.
+    except RuntimeError:
         pop(pushed)
         raise
     return pushed

@@ -144,7 +144,8 @@ def _missing_states(module: nn.Module, states: tuple[RegionState, ...]) -> tuple
         on = any(torch.is_autocast_enabled(state.device_type) for state in states)
         return () if on else states
     maker, carried = vars(module).get(_CARRIED, (None, ()))
-    if carried:  # a replica, around which DataParallel has opened a block
+    # For a replica, DataParallel has opened the surrounding autocast block, and not the user.
+    if carried:
         return () if maker == threading.get_ident() or has_region() else carried
     torch.autocast_increment_nesting()
     return states if torch.autocast_decrement_nesting() == 0 else ()

@@ -88,7 +88,8 @@ def as_sarif(report: Report, version: str) -> str:
 
 def _result(one: Found) -> dict[str, Any]:
     region = None
-    if not one.cell:  # line numbers in cells are not those of the file
+    # Line numbers in a notebook's cells are not line numbers of the file.
+    if not one.cell:
         region = {
             "startLine": one.line,
             "startColumn": one.column,

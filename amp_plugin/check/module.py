@@ -16,7 +16,8 @@ class Edit(NamedTuple):
     """An edit that replaces a part of a line by a text. An empty part inserts the text."""
 
     line: int  # from 1
-    start: int  # in bytes of UTF-8, like the columns of ``ast``
+    # Columns are counted in bytes of UTF-8, as in ``ast``.
+    start: int
     end: int
     text: str
 
@@ -26,7 +27,7 @@ class Hit(NamedTuple):
 
     code: str
     node: ast.AST
-    detail: str = ""  # a text that replaces the rule's text
+    detail: str = ""  # a text in place of the rule's
     edits: tuple[Edit, ...] = ()  # edits that fix the mistake
 
 

@@ -58,7 +58,8 @@ _PASSED_THROUGH: Final = {
     "bfloat16",
 }
 
-_DEPTH, _MOST = 4, 200  # the limits of variable lookups: depth and number
+# Limits of a variable lookup: the depth of the search, and the number of values.
+_DEPTH, _MOST = 4, 200
 
 
 class Key(NamedTuple):
@@ -76,7 +77,8 @@ class Scope:
     node: ast.AST
     parent: Scope | None
     locals: frozenset[str] = frozenset()
-    first_argument: str = ""  # the name of a method's first argument, such as self
+    # The name of the first argument of a method, such as self.
+    first_argument: str = ""
 
     def of(self, root: str) -> str:
         """Return the name of the scope in which a variable is defined."""
@@ -358,7 +360,8 @@ def names_of(tree: ast.Module) -> Names:
     for call, scope in collector.calls:
         _bind_arguments(names, call, scope)
         _infer(names, call, scope)
-    for call, scope in collector.calls:  # a later call may show that a variable is a scaler
+    # A second pass, because a later call may show that a variable is a scaler.
+    for call, scope in collector.calls:
         _infer(names, call, scope)
     return names
 

@@ -12,7 +12,8 @@ from amp_plugin.check.names import FunctionNode
 
 _OTHER_SCALERS = re.compile(r"scaler|apex|deepspeed|accelerat|fabric|loss_scale|lightning", re.IGNORECASE)
 _OTHER_MASTERS = re.compile(r"apex|deepspeed|master|FP16_Optimizer|store_weights|float32_copy", re.IGNORECASE)
-_LARGEST, _SMALLEST = 65504.0, 2.0**-25  # numbers below _SMALLEST round to 0 in float16
+# Float16's largest number, and the number below which numbers round to 0 in float16.
+_LARGEST, _SMALLEST = 65504.0, 2.0**-25
 _PRODUCTS = {"matmul", "bmm", "mm", "linear", "conv1d", "conv2d", "conv3d", "einsum", "baddbmm", "addmm"}
 _KEEP_DTYPE = {
     "transpose",

@@ -159,7 +159,8 @@ def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
         if file.is_file():
             return file, 0.0
     cache = cache_root()
-    if not rebuild and not os.access(cache, os.W_OK):  # the container image was built on another CPU
+    # A read-only cache may have been filled on another CPU, with a core for narrower vectors.
+    if not rebuild and not os.access(cache, os.W_OK):
         for file in (cache / core_name(width) for width in widths):
             if is_cached(file):
                 return file, 0.0
@@ -204,7 +205,8 @@ def compile_flags(width: str) -> list[str]:
     """Return the compiler flags for a vector width, to which torch adds its own. OpenMP is not linked."""
     vectors = [f"-march={TARGETS[width]}", f"-DCPU_CAPABILITY_{width}"] if width in TARGETS else []
     as_in_torch = ["-O3", "-DNDEBUG", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
-    same_bits = "-ffp-contract=off"  # no implicit fused multiply-add at any width
+    # The compiler must not fuse multiply-adds, so that all vector widths give the same bits.
+    same_bits = "-ffp-contract=off"
     lean_headers = "-DAT_PER_OPERATOR_HEADERS"  # else autograd's headers include all ops
     standard = "-std=c++20"  # torch 2.11 defaults to C++17
     return [standard, *as_in_torch, same_bits, lean_headers, "-fvisibility=hidden", *vectors]
@@ -228,7 +230,8 @@ def compile_core(folder: Path, width: str) -> Path:
         "build_directory": str(folder),
     }
     runs_here = width in vector_widths()
-    if not runs_here:  # load() would otherwise also run the result
+    # load() also runs what it compiles, unless it is told to make a standalone program.
+    if not runs_here:
         wanted |= {"is_standalone": True, "is_python_module": False}
         wanted["extra_ldflags"] = ["-shared", "-ltorch_python"]
     answer = subprocess.run(  # noqa: S603 -- this Python

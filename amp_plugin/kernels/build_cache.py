@@ -75,7 +75,8 @@ def obtain(file: Path, make: Callable[[Path], Path], *, rebuild: bool = False) -
         OSError: the cached file cannot be written.
     """
     if not rebuild and is_cached(file):
-        return file  # nothing is written, for read-only file systems
+        # A cached file is returned without writing anything, because the file system may be read-only.
+        return file
     _require_writable(file)
     # If this process is killed, the operating system releases the lock.
     with FileLock(file.with_name(file.name + ".lock"), mode=0o600):

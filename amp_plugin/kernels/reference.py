@@ -35,8 +35,10 @@ from amp_plugin.kernels.state_codes import decode, draws, encode, in_memory_orde
 INF_FLAG = 1
 NAN_FLAG = 2
 _WORD = 0xFFFFFFFF
-_CLIP, _RAISE = 1, 2  # numbers of the actions at a spike; 0 is "skip"
-_NO_POWER = {0, math.inf, -math.inf}  # for these p, norms instead of powers are combined
+# The numbers of the actions "clip" and "raise" at a spike. The number of "skip" is 0.
+_CLIP, _RAISE = 1, 2
+# The orders p of norms for which norms are combined over ranks instead of powers.
+_NO_POWER = {0, math.inf, -math.inf}
 
 
 def _flat_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -727,7 +729,8 @@ RULES: Final = {
 }
 """Maps names to the rules of :func:`step_`. ``csrc/rules`` has the same rules in C++ and CUDA."""
 
-_DRAWS: Final = {"square": 1, "second square": 2}  # which random bits round a state of this kind
+# Maps kinds of states to the argument ``state`` of draws(), for their random bits.
+_DRAWS: Final = {"square": 1, "second square": 2}
 
 
 @torch.no_grad()

@@ -96,7 +96,8 @@ def _fsdp_units(model: nn.Module) -> list[ShardUnit]:
 def _inner_first(units: Iterable[ShardUnit | None]) -> list[ShardUnit]:
     """Move each unit behind the units inside it, given units in the order of ``named_modules()``."""
     ordered: list[ShardUnit] = []
-    around: list[ShardUnit] = []  # the units around the current unit, outermost first
+    # The units that contain the current unit, from the outermost to the innermost.
+    around: list[ShardUnit] = []
     for unit in filter(None, units):
         while around and not _holds(around[-1], unit.name):
             ordered.append(around.pop())
@@ -213,7 +214,7 @@ class ModelDtypes:
     def __rich__(self) -> Group:
         """Return a table of the units and, if modules were called, a table of these calls."""
         titles = ("parameters", "stored", "gathered", "reduced", "bytes\nhere", "moments")
-        # Only names are shortened on narrow screens
+        # If the screen is narrow, only names are shortened and not these columns.
         columns = (Column(title, no_wrap=True) for title in titles)
         pairs = any(unit.remainder_bytes for unit in self.units)
         table = Table(
@@ -306,7 +307,7 @@ def module_calls(model: nn.Module) -> Iterator[list[ModuleDtypes]]:
             if call.outputs is None and call.module == names[id(module)]:
                 call.outputs = _dtypes(output)
                 return
-        # No match: the call began before the block.
+        # If there is no match, the call began before the block.
 
     modules = list(model.modules())
     hooks = [module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True) for module in modules]
@@ -353,7 +354,8 @@ def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
 
 
 def _refuse_rounded_weights(model: nn.Module, in_fp32: set[nn.Module], units: list[ShardUnit]) -> None:
-    of_weight = gathered_dtypes(model)  # of FSDP2; FSDP1 gathers a unit in one dtype
+    # Only FSDP2 has a dtype per weight. FSDP1 gathers all weights of a unit in one dtype.
+    of_weight = gathered_dtypes(model)
     for path, module in model.named_modules():
         owner = clean_name(path)
         holders = [unit for unit in units if _holds(unit, owner)]

@@ -38,7 +38,8 @@ from amp_plugin.numerics.values import Storages, distance, is_low_precision, unw
 
 # A well-conditioned program amplifies rounding by at most this factor. ``compare`` uses it too.
 _GROWTH: Final = 3.0
-_KINKS: Final = frozenset(  # ops with discontinuous derivatives or a choice of elements
+# Ops that have discontinuous derivatives, or that select elements.
+_KINKS: Final = frozenset(
     {"threshold_backward", "hardtanh_backward", "leaky_relu_backward", "sgn", "sign", "where", "masked_fill",
      "max_pool2d_with_indices_backward", "adaptive_max_pool2d_backward", "value_selecting_reduction_backward"}
 )  # fmt: skip
@@ -90,7 +91,8 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
         super().__init__(None, reference)
         self._explained: Storages[float] = Storages()
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.largest = torch.finfo(torch.float32).eps  # the largest ``explained`` of a gradient so far
+        # The largest ``explained`` of all gradients so far.
+        self.largest = torch.finfo(torch.float32).eps
         self.apart: list[_Apart] = []
         self.origin: _Origin | None = None
 

@@ -43,7 +43,8 @@ class CompressedState(DecodedTensor):
 
     # A bfloat16 tensor of the same shape and strides, or 8-bit codes (uint8) in memory order.
     kept: Tensor
-    signed: bool  # True for a first moment, which can be negative
+    # True for first moments, which can be negative. Second moments cannot.
+    signed: bool
 
     @staticmethod
     def __new__(cls, kept: Tensor, like: Tensor, *, signed: bool) -> Self:

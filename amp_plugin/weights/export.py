@@ -19,10 +19,12 @@ from amp_plugin.precision import DTYPES
 from amp_plugin.weights.formats import FORMATS, HALVES
 
 _ENTRY_OF_0_2: Final = "amp_plugin_weights"
-_KEYS: Final = ("state_dict", "model", "model_state_dict")  # the key of Lightning, and keys of plain loops
+# The keys of state dicts in files of Lightning and of plain training loops.
+_KEYS: Final = ("state_dict", "model", "model_state_dict")
 _SHARD: Final = re.compile(r"(?P<model>.+)-(?P<number>\d+)-of-(?P<count>\d+)")
 _ADDED_BY_COMPILE: Final = re.compile(r"(^|\.)_orig_mod\.")
-_NAMED_AT_MOST: Final = 3  # the largest number of weights that an error names
+# Error messages list at most this number of weights.
+_NAMED_AT_MOST: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,7 +244,8 @@ def _named(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     if not chosen:
         msg = f"no weight's name begins with {prefix!r}; the names are {', '.join(list(named)[:3])}, ..."
         raise ValueError(msg)
-    made: dict[str, str] = {}  # maps each written name to the one in the checkpoint
+    # Maps each name that is written to the name in the checkpoint.
+    made: dict[str, str] = {}
     for name in chosen:
         short = _ADDED_BY_COMPILE.sub(r"\1", name.removeprefix(prefix))
         other = made.setdefault(short, name)

@@ -23,7 +23,8 @@ class SplitBf16:
     """
 
     dtype = torch.bfloat16  # the dtype of the 16-bit weights
-    kept_bytes = 2  # the bytes of the remainder of one element
+    # The number of bytes of the remainder for each element.
+    kept_bytes = 2
 
     def split(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """Split a float32 value. Return the 16-bit weight and the remainder as new tensors."""
@@ -63,7 +64,8 @@ class Fp16WithMaster(SplitBf16):
         torch._foreach_copy_(list(weights), list(masters))
         for master, own in zip(masters, kept, strict=True):
             if (master.data_ptr(), master.stride()) != (own.data_ptr(), own.stride()):
-                own.copy_(master.clone())  # clone: the same memory may be transposed
+                # A clone is copied, because both tensors may be the same memory with other strides.
+                own.copy_(master.clone())
 
 
 class StochasticBf16(SplitBf16):

@@ -78,7 +78,8 @@ def _carrying(shard: Callable[..., None]) -> Callable[..., None]:
     def shard_stored(record: Any, param: Any, *args: Any, **kwargs: Any) -> None:
         weight, form = stored_weight(param), asked_for(param)
         if weight is not None and record.mp_policy.param_dtype is not FORMATS[weight.name].dtype:
-            widen_(param)  # FSDP2 does not gather it in the dtype in which it is stored
+            # FSDP2 gathers the weight in another dtype than the one in which it is stored.
+            widen_(param)
             weight = None
         given = param
         if weight is not None and not is_sharded(param):
@@ -86,7 +87,8 @@ def _carrying(shard: Callable[..., None]) -> Callable[..., None]:
             given = nn.Parameter(both, param.requires_grad)
         shard(record, given, *args, **kwargs)
         if given is not param:
-            vars(param).update(vars(given))  # torch marks shared parameters by an attribute
+            # Torch marks shared parameters by an attribute, which the new parameter must keep.
+            vars(param).update(vars(given))
         ask_for([record.sharded_param], form or "fp32")
 
     return shard_stored

@@ -113,7 +113,8 @@ class OnePassStep:
 
     _optimizer: Optimizer
     _parts: list[_Part]
-    _changed: list[tuple[_Group, _Group]]  # groups whose options a step changes, with new values
+    # The parameter groups whose options the step changes, together with the new values.
+    _changed: list[tuple[_Group, _Group]]
 
     def run(self, divisor: Tensor | None, found_inf: Tensor | None, *, skipped: bool | None) -> None:
         """Divide the gradients by ``divisor``, and take the step unless ``found_inf`` is 1."""
@@ -374,7 +375,8 @@ def _module_of(kind: type) -> str:
 def _number(group: _Group, option: str) -> float:
     """Return an option of a parameter group as a number, or 0 for a learning rate that is on a GPU."""
     name, _, item = option.partition(".")
-    if not name:  # a number of the rule without an option in the class
+    # The rule has a number for which this optimizer class has no option.
+    if not name:
         return 0.0
     value = group[name][int(item)] if item else group[name]
     return 0.0 if _is_on_device(value) else float(value or 0.0)

@@ -110,11 +110,13 @@ class OptimizerHooks:
         # Parameters that were already stepped in one pass, with their gradients.
         # The gradients are hidden from the optimizer's own step.
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
-        self._inner = 0  # the number of super().step() calls in the current step
+        # The number of base-class steps that the current step has called by super().step().
+        self._inner = 0
         self._is_widened = False  # True while the states are float32
         # True if the states are compressed between steps, until restore_weights is called.
         self._asked = False
-        self._told: set[str] = set()  # the names of states that a warning has named
+        # The names of optimizer states about which the user was warned.
+        self._told: set[str] = set()
         # The largest number of trainable 16-bit parameters without a remainder that was seen.
         self._halves = 0
 

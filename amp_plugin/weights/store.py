@@ -255,12 +255,14 @@ def _computed_in_16_bits(model: nn.Module, name: str, patterns: tuple[str, ...])
     for module in model.modules():
         own = module._parameters
         names = own if stores_all(name) else _cast_names(module)
-        if isinstance(module, _NormBase):  # torch requires one dtype for weights and float32 statistics
+        # Batch norm has float32 statistics, and torch requires the same dtype for its weights.
+        if isinstance(module, _NormBase):
             names = ()
         for key, param in own.items():
             if param is not None:
                 (found if key in names else others).add(param)
-    found -= others  # a tied weight is stored only if autocast casts it in all modules that use it
+    # A tied weight is stored only if autocast casts it in every module that uses it.
+    found -= others
     gathered = gathered_dtypes(model)
     found -= gathered.keys()
     found |= {param for param, dtype in gathered.items() if dtype is FORMATS[name].dtype}
@@ -319,7 +321,8 @@ def convert_to_fp32(model: nn.Module) -> str:
     found: dict[nn.Parameter, torch.dtype] = {}
     for module in model.modules():
         halves = [param for param in module.parameters(recurse=False) if is_unstored_half(param)]
-        is_norm = isinstance(module, _NormBase)  # torch requires one dtype for weights and statistics
+        # Torch requires the weights and statistics of a batch norm to have the same dtype.
+        is_norm = isinstance(module, _NormBase)
         trained = {param: param.dtype for param in halves if param.requires_grad or is_norm}
         for name, buffer in module.named_buffers(recurse=False):
             if trained and buffer.dtype in HALVES:

@@ -42,7 +42,8 @@ _REQUIRES_GRAD: Final[Any] = Tensor.requires_grad
 class StoredWeight:
     """Holds the remainder of a stored parameter, and whether the parameter is float32 now."""
 
-    name: str  # the name of the format, a key of FORMATS
+    # The name of the storage format, which is a key of FORMATS.
+    name: str
     format: SplitBf16
     # The remainder. If the parameter is moved to another device, the remainder follows at its next use.
     kept: Tensor
@@ -289,7 +290,8 @@ def remainder_of(param: Tensor) -> Tensor | None:
     weight = stored_weight(param)
     if weight is None or weight.shows or not weight.format.kept_bytes:
         return None
-    with torch.no_grad():  # no decorator, since most calls return above
+    # no_grad() is not used as a decorator, because most calls have returned before this line.
+    with torch.no_grad():
         kept = _settled(param).kept
         if kept.dtype is torch.float32:
             # User code may have changed the float16 weight. join() updates the float32 copy.
@@ -476,7 +478,7 @@ def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -
         if not isinstance(state_dict.get(key, param), nn.Parameter):
             weight = _settled(param)
             copy = state_dict.get(weight.exported[0])
-            # Otherwise the state dict already has this copy under another name (tied weights).
+            # For tied weights, the state dict may already have the copy under another name.
             if copy is None or copy is not weight.exported[1]():
                 copy = exact_value(param)
                 weight.exported = key, ref(copy)
@@ -503,7 +505,8 @@ def _before_load(
             continue
         weight, exact = _settled(param), value.detach().float()
         if is_sharded(param) and not metadata.get("assign_to_params_buffers", False):
-            continue  # a StoredShard splits copied values itself
+            # Values that are copied to a StoredShard are split by its own code.
+            continue
         if metadata.get("assign_to_params_buffers", False):
             made = state_dict[prefix + name] = nn.Parameter(exact, param.requires_grad)
             store_(made, weight.name, seed=weight.seed)

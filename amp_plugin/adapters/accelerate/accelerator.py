@@ -116,7 +116,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         self._format = format_asked(given.get("mixed_precision"), os.environ)
         options, sources, enabled = take_options(given, os.environ)
         self._open_session(options, sources=sources, enabled=enabled)
-        # ^The object that the public attribute ``scaler`` returns.
+        # The object that the public attribute ``scaler`` returns.
         self._shown: Any = None
         super().__init__(**given)
         is_other = refuse_other_engine(

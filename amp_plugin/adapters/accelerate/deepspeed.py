@@ -160,7 +160,7 @@ def scaler_for_engine(engine: Any, session: Session, config: Mapping[str, Any]) 
     if is_ours(config):
         scales = engine.torch_autocast_z0_gradscaler is not None
         scaler = session.new_scaler(enabled=scales, device=engine.device.type)
-        # The engine calls ``unscale_`` before it clips, so this measures unclipped gradients.
+        # The engine calls ``unscale_`` before it clips, so ``core.measure`` sees unclipped gradients.
         if not scaler.is_enabled():
             scaler.unscale_ = scaler.core.measure  # type: ignore[method-assign, assignment]
         engine.torch_autocast_z0_gradscaler = scaler

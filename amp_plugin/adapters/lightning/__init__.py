@@ -102,7 +102,8 @@ def plugin_in_place_of_stock(
                 return take(asked)
         stock = decide(connector)
         is_stock = type(stock) in {module.MixedPrecision, module.FSDPPrecision}
-        if is_stock and stock.precision in _MIXED:  # the program passed the stock plugin itself
+        # The program itself has passed Lightning's own plugin for mixed precision.
+        if is_stock and stock.precision in _MIXED:
             options = {} if getattr(stock, "scaler", None) is None else {"scaler": stock.scaler}
             return take(stock.precision, **options)
         return stock

@@ -99,7 +99,7 @@ class TrainerPrecision(PrecisionCore):
         # The number of steps that were not skipped. On a GPU the host learns of a skip one step later.
         self._landed_steps = 0
         self._trainer: Any = None  # the Trainer of the current run
-        # ^True if the checkpoint must be loaded again, because the first load rounded the weights.
+        # True if the checkpoint must be loaded again, because the first load rounded the weights.
         self._loads_again = False
         self._users_methods: frozenset[str] = frozenset()
 
@@ -228,7 +228,7 @@ class TrainerPrecision(PrecisionCore):
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure, unscale, call hooks, clip, and step or skip. Return the closure's result."""
-        # A manual training_step has an autocast region. The optimizer steps outside of it.
+        # A manual training_step runs in an autocast region, but the optimizer steps outside of the region.
         if self._is_in_region():
             closure = self._in_region(closure)
         closure = partial(self._closure_and_hooks, optimizer, model, closure)
@@ -284,7 +284,7 @@ class TrainerPrecision(PrecisionCore):
         is_by_norm = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
         if self._is_manual or not is_by_norm or not self._users_methods <= NOT_AFTER_CLIPPING:
             return None
-        # If the user replaced the scaler, its own step and clip are called.
+        # If the user has replaced the scaler, the step and clip of the new scaler are called.
         if type(self._scaler) is not GradScaler:
             return None
         return float(trainer.gradient_clip_val)

@@ -25,7 +25,8 @@ _OF_PLUGINS: Final = {
 }
 NOT_AFTER_CLIPPING: Final = frozenset({"optimizer_step", _HOOK})
 """Methods that may be overridden without user code running between Lightning's clipping and the step."""
-_NEVER: Final = sys.maxsize  # a scheduler frequency so large that the Trainer never steps it
+# A frequency that is so large that the Trainer never steps the scheduler.
+_NEVER: Final = sys.maxsize
 
 
 def users_methods(module: Any, plugin: object, is_overridden: Callable[[str, Any], bool]) -> frozenset[str]:

@@ -11,7 +11,8 @@ from typing import Final
 SOURCES: Final = Path(__file__).parent
 LAYOUT: Final = SOURCES.parent / "csrc" / "cuda_layout.h"  # shared by C++ and the kernels
 RULES: Final = SOURCES.parent / "csrc" / "rules"  # rules of optimizer steps, also shared
-NORMS: Final = ("Squares", "Maximum", "Power")  # structs in norms.cuh, in the order of cuda_device.h
+# The names of structs in norms.cuh, in the order in which cuda_device.h lists them.
+NORMS: Final = ("Squares", "Maximum", "Power")
 _OF_EACH_NORM: Final = ("norm_check", "unscale")
 
 
@@ -25,8 +26,10 @@ class Kernel:
     """The CUDA function ``name`` in ``name.cu``, compiled for a norm, for a rule or for neither."""
 
     name: str
-    norm: str = ""  # one of NORMS, for files that are compiled once per norm
-    rule: str = ""  # one of rule_names(), for files that are compiled once per rule
+    # A name in NORMS if the file is compiled once for each norm, else "".
+    norm: str = ""
+    # A name from rule_names() if the file is compiled once for each rule, else "".
+    rule: str = ""
 
     @property
     def title(self) -> str:
@@ -43,8 +46,10 @@ class Kernel:
 class Tuning:
     """The launch parameters of a kernel that processes a table of tensors."""
 
-    blocks: int = 4  # blocks of 256 threads per multiprocessor
-    in_flight: int = 4  # 16-byte loads of a thread before their first use
+    # The number of thread blocks per multiprocessor. A block has 256 threads.
+    blocks: int = 4
+    # The number of 16-byte loads that a thread issues before it uses the first one.
+    in_flight: int = 4
 
     def macros(self) -> tuple[tuple[str, str], ...]:
         """Return the macros for these parameters, with which the sources are compiled."""

@@ -31,8 +31,10 @@ class CudaCore:
     """Whether a device uses amp_plugin's CUDA kernels, and the reason if it does not."""
 
     loaded: bool
-    reason: str = ""  # why the kernels are not used, and how to change that
-    architecture: str = ""  # the architecture of the kernels, such as "sm_90"
+    # Why the CUDA kernels are not used, and how to change that.
+    reason: str = ""
+    # The GPU architecture for which the kernels are compiled, such as "sm_90".
+    architecture: str = ""
     # The result of compile.identity_of. Ranks compare it, because their results must agree to the last bit.
     identity: int = 0
 
