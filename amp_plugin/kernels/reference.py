@@ -654,7 +654,7 @@ def _schedule_free(
     direction = grad / (sqrt(exp_avg_sq / correction2) + eps) + weight_decay * param
     param += share * (z - param) + y_step * direction
     z -= lr * direction
-    """  # noqa: D415 - the formula belongs to the sentence
+    """
     exp_avg_sq = n.beta2 * states[0] + (1 - n.beta2) * grad * grad
     direction = grad / ((exp_avg_sq / n.correction2).sqrt() + n.eps) + n.weight_decay * param
     param = param + n.share * (states[1] - param) + n.y_step * direction
