@@ -48,26 +48,21 @@ def carries_scale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Clip:
-    """A call of a clip function: its name, its limit, and the lines as ``called_from`` returns them."""
+    """A call of a clip function.
+
+    Attributes:
+        name: The name of the function.
+        limit: The limit that was given to it.
+        places: The lines that called it, as ``called_from`` returns them.
+        grad: A weak reference to one of the gradients, if no scaler knows their optimizer yet.
+        version: The version counter of this gradient after the clip.
+    """
 
     name: str
     limit: Any
     places: tuple[Place | None, Place | None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _EarlyClip:
-    """A clip of parameters whose optimizer no scaler has stepped or unscaled yet.
-
-    Attributes:
-        clip: The call.
-        grad: A weak reference to one of the gradients.
-        version: The version counter of this gradient after the clip.
-    """
-
-    clip: _Clip
-    grad: Callable[[], Tensor | None]
-    version: int
+    grad: Callable[[], Tensor | None] = lambda: None
+    version: int = 0
 
     def unchanged(self) -> Tensor | None:
         """Return the gradient, or None if it no longer exists or was written since the clip."""
@@ -85,7 +80,7 @@ class ScaledClips:
     def __init__(self, found: Callable[[Finding], None]) -> None:
         self._found = found
         self._optimizers: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
-        self._early: list[_EarlyClip] = []
+        self._early: list[_Clip] = []
         self._early_looks = 0
         self._looks: dict[tuple[Any, ...], int] = {}
         self._is_inside = False  # whether a clip function runs now; it may call another one
@@ -166,8 +161,9 @@ class ScaledClips:
             return
         self._early_looks += 1
         limit = limit.detach().clone() if isinstance(limit, Tensor) else limit
-        clip = _Clip(name=name, limit=limit, places=called_from())
-        self._early.append(_EarlyClip(clip=clip, grad=TensorWeakRef(grad), version=grad._version))
+        reference, version = TensorWeakRef(grad), grad._version
+        clip = _Clip(name=name, limit=limit, places=called_from(), grad=reference, version=version)
+        self._early.append(clip)
 
     def _look_back(self, scaler: Any, optimizer: Optimizer) -> None:
         """Report a remembered clip if a scaler is about to unscale these same gradients."""
@@ -180,7 +176,7 @@ class ScaledClips:
             if grad is not None and id(grad) not in own:
                 self._early.append(known)  # it may belong to another optimizer
             elif grad is not None and carries_scale(scaler, optimizer):
-                self._tell(known.clip, scaler, optimizer)
+                self._tell(known, scaler, optimizer)
 
     def _tell(self, clip: _Clip, scaler: Any, optimizer: Any) -> None:
         looks = self._looks[clip.places] = self._looks.get(clip.places, 0) + 1
