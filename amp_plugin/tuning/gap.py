@@ -153,31 +153,24 @@ def _closed(asked: Trainer, tell: Callable[[str], object]) -> GapTuning:
 
     ``tell`` is called with a text that says what is being done.
     """
-    tried = 0
+    tried: list[str] = []
 
     def on_try(what: str) -> None:
-        nonlocal tried
-        tried += 1
-        tell(f"{tried} tried: {what}")
+        tried.append(what)
+        tell(f"{len(tried)} tried: {what}")
 
     tell("comparing with the record")
     gap, trainer = asked.gap(), asked.as_recorded()
-    mine, recorded = trainer.log_probs(), trainer.recorded()
     tell("running without rounding")
-    exact, region = trainer.exact(), trainer.places()
+    region, ops = trainer.places(), _ops_not_in_16_bits(trainer)
     head = region.product if isinstance(region.product, nn.Linear) else None
-    ops = _ops_not_in_16_bits(trainer)
-    least = _mean(replace(trainer, head=head, changes=_in_fp32(ops)).log_probs(), exact)
-    errors = _mean(mine, exact), _mean(recorded, exact)
-    floor = math.hypot(least, min(least, errors[1]))
-    without_16_bits = replace(trainer, default=rules_without_16_bits(trainer.default.device_type))
-    is_followed = not torch.equal(without_16_bits.log_probs(), mine)
+    floor, errors = _floor(trainer, head, ops)
+    is_followed = _follows_rules(trainer)
     causes, closed = [*_causes_of_record(asked, trainer.sampling)], trainer
-    if _mean(mine, recorded) > _NEGLIGIBLE * floor:
-        suspects = suspects_of(region.found, region.last, trainer.dtype)
+    if float(trainer.distances().mean()) > _NEGLIGIBLE * floor:
         sides = [
             partial(_search_trainer, head=head, ops=ops if is_followed else []),
-            partial(_search_generator, suspects=suspects),
+            partial(_search_generator, suspects=suspects_of(region.found, region.last, trainer.dtype)),
         ]
         closed = trainer.first(_SEARCHED)
         for search in sides if errors[0] > errors[1] else reversed(sides):
@@ -185,8 +178,6 @@ def _closed(asked: Trainer, tell: Callable[[str], object]) -> GapTuning:
             causes += found
         closed = replace(closed, batches=trainer.batches)
     after = replace(closed, emulated=())
-    is_changed = bool(after.changes) or after.head is not None
-    searched = [part.first(_SEARCHED).seconds for part in (trainer, after)]
     return GapTuning(
         gap=gap,
         floor=floor,
@@ -199,10 +190,31 @@ def _closed(asked: Trainer, tell: Callable[[str], object]) -> GapTuning:
         changes=after.changes,
         fp32_modules=() if after.head is None else (_path_of(after.head, region.tracker),),
         after=after.gap(),
-        seconds=timed_in_turns(searched[0], searched[1] if is_changed else None),
-        tried=tried,
+        seconds=_price(trainer, after),
+        tried=len(tried),
         is_followed=is_followed,
     )
+
+
+def _floor(trainer: Trainer, head: nn.Linear | None, ops: Sequence[str]) -> tuple[float, tuple[float, float]]:
+    """Return the mean gap that rounding alone explains, and the rounding errors of trainer and record."""
+    exact = trainer.exact()
+    least = _mean(replace(trainer, head=head, changes=_in_fp32(ops)).log_probs(), exact)
+    errors = _mean(trainer.log_probs(), exact), _mean(trainer.recorded(), exact)
+    return math.hypot(least, min(least, errors[1])), errors
+
+
+def _follows_rules(trainer: Trainer) -> bool:
+    """Return whether op rules change the trainer's numbers. Without autocast they do not."""
+    without_16_bits = replace(trainer, default=rules_without_16_bits(trainer.default.device_type))
+    return not torch.equal(without_16_bits.log_probs(), trainer.log_probs())
+
+
+def _price(trainer: Trainer, after: Trainer) -> tuple[float, float]:
+    """Return the time of a forward and a backward pass before and after the changes, in seconds."""
+    is_changed = bool(after.changes) or after.head is not None
+    before, then = (part.first(_SEARCHED).seconds for part in (trainer, after))
+    return timed_in_turns(before, then if is_changed else None)
 
 
 def _causes_of_record(asked: Trainer, sampling: Sampling) -> Iterator[Cause]:

@@ -47,20 +47,22 @@ def softmax_in_bf16(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *, scale: float, **more: Any
 ) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    operand = torch.get_autocast_dtype("cpu")
     with torch.autocast("cpu", enabled=False):
-        scores = q.to(LOW).float() @ k.to(LOW).float().mT * scale
+        scores = q.to(operand).float() @ k.to(operand).float().mT * scale
         reads = torch.ones(scores.shape[-2:], dtype=torch.bool)
         reads = reads.tril() if more.get("is_causal") else reads
         reads = reads if attn_mask is None else reads & attn_mask
         weights = scores.to(LOW).masked_fill(~reads, torch.finfo(LOW).min).softmax(-1)
-        return (weights.float() @ v.to(LOW).float()).to(LOW)
+        return (weights.float() @ v.to(operand).float()).to(operand)
 
 
 def scale_after_the_cast(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return an attention that casts the query first, and then multiplies it by the scale."""
 
     def scaled(q: Tensor, k: Tensor, v: Tensor, *args: Any, scale: float, **more: Any) -> Tensor:
-        return attention(q.to(LOW) * scale, k, v, *args, scale=1.0, **more)
+        cast = q.to(torch.get_autocast_dtype("cpu")).float()
+        return attention((cast * scale).to(LOW), k, v, *args, scale=1.0, **more)
 
     return scaled
 

@@ -95,7 +95,7 @@ class Engine:
     def mixed(self, q: Tensor, k: Tensor, v: Tensor, reads: Tensor) -> Tensor:
         scale = 1 / math.sqrt(self.width)
         if self.planted == "scale after the cast":
-            scores = (q * scale).float() @ k.float().mT
+            scores = (q.float() * scale).to(torch.bfloat16).float() @ k.float().mT
         else:
             scores = q.float() @ k.float().mT * scale
         if self.planted == "softmax in bf16":
