@@ -81,8 +81,8 @@ class Hardware:
     Attributes:
         device: the device type: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mps"``.
         name: the product name that the vendor gave the device.
-        capability: NVIDIA's compute capability, or None for other devices.
-        architecture: AMD's name for the architecture, such as ``"gfx942"``, or "" for other devices.
+        capability: NVIDIA's compute capability; None for other devices.
+        architecture: AMD's name for the architecture, such as ``"gfx942"``; empty for other devices.
         features: the instruction sets of a CPU, or the properties of an Intel GPU.
         is_known: False if torch does not report enough to tell which formats are fast.
     """
@@ -224,7 +224,7 @@ def chosen_for(hardware: Hardware) -> PrecisionChoice:
 
 
 def auto_precision(device: str | None = None) -> PrecisionChoice:
-    """Choose what ``precision="auto"`` means on a device. Log the choice and its reason once."""
+    """Choose what ``precision="auto"`` means on a device; log the choice and its reason once per process."""
     choice = choose_precision(device)
     _log_once(choice)
     return choice

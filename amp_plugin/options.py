@@ -125,7 +125,7 @@ class Spike:
 
     @classmethod
     def read(cls, given: Any) -> Spike | None:
-        """Return a Spike, given a Spike, an action, a mapping of options, or None."""
+        """Return a Spike made from what the user gave: a Spike, an action, or a mapping of options."""
         if given is None or isinstance(given, Spike):
             return given
         try:
@@ -661,7 +661,7 @@ def checked_option(name: str, value: Any, wanted: Any) -> Any:
 
 
 def between(name: str, value: Any, low: float, high: float = math.inf) -> float:
-    """Return ``value`` as a float. Raise OptionError unless it lies between ``low`` and ``high``."""
+    """Return ``value`` as a float; raise OptionError unless it lies between ``low`` and ``high``."""
     if not (_is_number(value) and low < float(value) < high):
         limits = f"more than {low:g}" + (f" and less than {high:g}" if high < math.inf else "")
         raise OptionError(name, value, f"a finite number, {limits}")
@@ -669,7 +669,7 @@ def between(name: str, value: Any, low: float, high: float = math.inf) -> float:
 
 
 def whole(name: str, value: int, least: int = 1) -> int:
-    """Return ``value`` as an int. Raise OptionError unless it is a whole number of at least ``least``."""
+    """Return ``value`` as an int; raise OptionError unless it is a whole number of at least ``least``."""
     if not (_is_number(value) and value >= least and float(value).is_integer()):
         raise OptionError(name, value, f"a whole number of at least {least}")
     return int(value)

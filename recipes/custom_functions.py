@@ -3,10 +3,10 @@
     python -m recipes run custom_functions [precision=bf16] [key=value ...]
 
 ``custom_fwd`` records the autocast state of the forward pass, and ``custom_bwd`` runs the backward pass in
-that state. Without ``custom_bwd``, a matrix product in ``backward`` runs in the dtypes of its arguments.
-``cast_inputs`` casts the arguments to one dtype and turns autocast off while the Function runs. Without
-``device_type``, ``custom_fwd`` uses the autocast state of the arguments' device. The recipe shows Functions
-with and without ``setup_context``.
+that state. If a Function has neither decorator, a matrix product in its ``backward`` runs in the dtypes of
+its arguments. ``cast_inputs`` casts the arguments to one dtype and turns autocast off while the Function
+runs. Without ``device_type``, both decorators use the autocast state of the arguments' device. The recipe
+shows Functions with and without ``setup_context``.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Penalised(LightningModule):
         self.net = DigitsNet(config.width)
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return the loss and its two terms, which are the cross-entropy and the penalty."""
+        """Return the loss to minimize and the two terms that it is the sum of."""
         images, labels = batch
         images.requires_grad_()
         naming = cross_entropy(self.net(images), labels)

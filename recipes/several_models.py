@@ -4,10 +4,9 @@
 
 Two classifiers teach each other, as in "Deep Mutual Learning" (Zhang and others, 2018). Through one joint
 loss, each classifier learns from the labels and from the predictions of the other classifier. Every optimizer
-steps, and then ``scaler.update`` is called once. If ``scaler.update`` ran between the steps of the two
-optimizers, torch's GradScaler would divide the gradients of the second model by the wrong scale. amp_plugin's
-GradScaler remembers the loss scale of each gradient. If the gradients of only one model overflow, only the
-step of that model is skipped.
+steps, and then ``scaler.update`` is called once. If ``update`` ran between the two steps, torch's GradScaler
+would divide the gradients of the second model by the wrong scale. amp_plugin's GradScaler remembers the loss
+scale of each gradient. If the gradients of only one model overflow, only the step of that model is skipped.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Precision(Enum):
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss is scaled. fp16 needs a loss scale, because small gradients underflow."""
+        """Whether the loss is scaled. Only fp16 needs this, because many fp16 gradients would underflow."""
         return self is Precision.fp16
 
 
@@ -135,7 +135,7 @@ class RecipeConfig:
     def start(self) -> None:
         """Set the number of threads and the seed, and load the native core.
 
-        Call ``start`` before the training is timed, because the native core may have to be compiled first.
+        Call this before the training is timed, because the native core may have to be compiled first.
 
         Raises:
             ConfigError: This machine does not have the device.
@@ -425,8 +425,7 @@ class TrainingRecord:
         log_loss: Draw the loss on a logarithmic axis.
         results: Further rows of the table, ``{name: value}``.
         curves: Maps the name of a further plot, with its unit, to one value per step.
-        compared: Maps the name of a plot that compares runs to a dict from the name of each run to its
-            values.
+        compared: Maps the name of a plot that compares runs, with its unit, to ``{name of a run: values}``.
         half_widths: Half-widths of the bands that ``compared`` plots draw around lines, in a mapping like
             ``compared``.
         pictures: Maps a file name to a grid of gray images, ``[rows, columns, height, width]`` in [0, 1].
@@ -701,15 +700,15 @@ def _write(figure: Figure, path: Path) -> None:
 def on_ranks(function: Callable[[Config], Result], config: Config, processes: int) -> Result:
     """Call a function in several processes, and return the result of rank 0.
 
-    Under torchrun, no new processes are started. Under torchrun, the function is called once in each existing
-    process, and returns its own result there.
+    Under torchrun, no new processes are started. The function is then called once in each existing process,
+    and returns its own result there.
 
     Args:
         function: The function that each process calls. The function must be defined at module level, so that
             other processes can import it.
         config: The argument of the function.
-        processes: The number of processes to start. If ``processes`` is 1, the function runs in the current
-            process. Not used under torchrun.
+        processes: The number of processes to start. If it is 1, the function runs in the current process. Not
+            used under torchrun.
 
     Raises:
         ConfigError: The number of processes is larger than the number of GPUs.

@@ -263,7 +263,7 @@ class Session:
         return self.options.device if isinstance(self.options, PluginOptions) else None
 
     def _refuse_other_choice(self, device: str) -> None:
-        """Raise OptionError if "auto" chose a precision for another device than the model's."""
+        """Raise OptionError if "auto" chose for one device, but the model runs on another."""
         if self._auto in {"", device} or choose_precision(device).precision == self.precision:
             return
         choice = choose_precision(device)
@@ -720,7 +720,7 @@ class EntryPoint:
     def gradient_penalty(
         self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **options: Any
     ) -> Tensor:
-        """Return a gradient penalty to add to the loss, as :func:`amp_plugin.scaling.gradient_penalty`.
+        """Return a penalty to add to the loss; see :func:`amp_plugin.scaling.gradient_penalty`.
 
         Args:
             outputs: the tensors whose gradients are penalized, such as a critic's scores.

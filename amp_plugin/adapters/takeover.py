@@ -211,10 +211,9 @@ class Takeover:
         self._made.clear()
 
     def _told_of_steps(self) -> str:
-        """Return a text with the number of steps, skipped steps and the last loss scale, or "".
+        """Return a text with the counts of taken and skipped steps and the last loss scale; "" without steps.
 
-        The text is made without waiting for the device if the program has failed, because the device may
-        never respond.
+        If the program has failed, this does not wait for the device, because the device may never respond.
         """
         told: tuple[int, int, float | None] = (0, 0, None)
         if self._totals is not None:

@@ -70,7 +70,7 @@ def _blocks(
     device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, content: str
 ) -> Iterator[None]:
     # Dynamo would record these dtypes in the graph.
-    # Graphs are also used in other processes, which may number rule sets differently.
+    # But another process may number its rule sets differently.
     low, high = (None, None) if is_dynamo_compiling() else ZEROS
     with (
         torchs_autocast(_GATE, _OPEN, False),
@@ -109,7 +109,8 @@ def teach_dynamo(kind: type[torch.autocast]) -> None:
     """Make Dynamo trace regions that were created outside of compiled code, and restart its trace.
 
     Dynamo treats instances of subclasses of ``torch.autocast`` like torch's own blocks, so it would drop the
-    rules of a region. Dynamo first looks at a table of types, to which ``teach_dynamo`` adds ``kind``.
+    rules of a region. But Dynamo first looks at a table of types, and ``teach_dynamo`` adds ``kind`` to that
+    table.
 
     Raises:
         RestartAnalysis: always, which makes Dynamo trace the frame again.

@@ -329,7 +329,7 @@ class OpRules:
         return self[op].value + (f", keep {', '.join(kept)}" if kept else "")
 
     def __getitem__(self, op: object) -> OpRule:
-        """Return the rule of an op. Ops are named as in :meth:`with_rule`.
+        """Return the rule of an op. For the names of ops see :meth:`with_rule`.
 
         Raises:
             ValueError: the op is unknown, or its overloads have different rules.

@@ -146,7 +146,7 @@ def clear() -> None:
 
 @contextmanager
 def following(*rules: OpRules, file: str = "") -> Iterator[Pushed]:
-    """Push rules for a block. The end of the block pops these rules and all stack entries above."""
+    """Push rules for a block. At its end, pop these rules and all stack entries above them."""
     pushed = push(*rules, file=file)
     try:
         yield pushed

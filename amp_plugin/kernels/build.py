@@ -75,7 +75,7 @@ def native_core() -> NativeCore:
     """Return the native core. The first call compiles and loads it.
 
     Several threads and processes may call this function at the same time. If the core cannot be loaded, no
-    error is raised. ``loaded`` is then False, ``reason`` says why, and one RuntimeWarning is given.
+    error is raised. Instead ``loaded`` is False, ``reason`` says why, and one RuntimeWarning is given.
 
     Returns:
         The native core. Every call returns the same object.

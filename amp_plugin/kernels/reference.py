@@ -303,7 +303,7 @@ def pack_measurements_(
         norms: The norms of groups of gradients.
         found_infs: The ``found_inf`` of each group of gradients.
         slots: The index in ``packed`` to which each norm belongs.
-        replicas: The number of ranks that hold the same gradients, for each element of ``packed``. Ranks that
+        replicas: For each element of ``packed``, the number of ranks that hold the same gradients. Ranks that
             hold the same gradients add the same power, so the power is divided by their number.
         norm_type: The order of the norm.
     """
@@ -646,15 +646,13 @@ def _adamax(
 def _schedule_free(
     param: Tensor, grad: Tensor, states: list[Tensor], _: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """AdamW, schedule-free (Defazio et al., 2024).
-
-    The parameter is the iterate y, and ``lr`` is the learning rate after warm-up::
+    """AdamW, schedule-free (Defazio et al., 2024). The parameter is y; ``lr`` is after warm-up::
 
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad^2
     direction = grad / (sqrt(exp_avg_sq / correction2) + eps) + weight_decay * param
     param += share * (z - param) + y_step * direction
     z -= lr * direction
-    """
+    """  # noqa: D415 - the formula belongs to the sentence
     exp_avg_sq = n.beta2 * states[0] + (1 - n.beta2) * grad * grad
     direction = grad / ((exp_avg_sq / n.correction2).sqrt() + n.eps) + n.weight_decay * param
     param = param + n.share * (states[1] - param) + n.y_step * direction

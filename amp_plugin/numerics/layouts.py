@@ -81,13 +81,13 @@ class Layout:
     @property
     def is_comparable(self) -> bool:
         """Whether the shapes of the pieces fit the tensor, and enough was recorded to compare them."""
+        if self.is_located:
+            return True
         shape = self.whole.part.shape
         for piece in self.pieces.values():
             other = piece.part.shape
             if len(other) != len(shape) or any(mine > size for mine, size in zip(other, shape, strict=True)):
                 return False
-        if self.is_located:
-            return True
         cut, ranks = self.cut, math.prod(axis.size for axis in self.axes)
         if not cut:
             return len(self.pieces) == ranks
@@ -95,7 +95,7 @@ class Layout:
 
     @property
     def is_located(self) -> bool:
-        """Whether the pieces come from DTensors, which give the position of each piece in the tensor."""
+        """Whether the positions of the pieces in the whole tensor are known (see shares.py)."""
         shape = self.whole.part.shape
         return all(piece.part.whole_shape == shape and piece.part.whole for piece in self.pieces.values())
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
+from amp_plugin.numerics.flat_shards import is_flat_unit
 from amp_plugin.numerics.growth import growth_of, is_measurable
 from amp_plugin.numerics.values import Storages, norm
 
@@ -85,6 +86,10 @@ class Tracker:
             # The recomputation of a checkpoint in a backward pass does not count as a forward pass.
             self.forward_passes += torch._C._current_graph_task_id() == -1
         modules.append(module)
+
+    def flat_units(self) -> list[nn.Module]:
+        """Return the modules that FSDP1 wraps."""
+        return [module for module in self._names if is_flat_unit(module)]
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         modules = self._modules()

@@ -25,8 +25,10 @@ from amp_plugin.casting.installed_kernels import KERNELS
 from amp_plugin.casting.op_names import full_name, written_arguments
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.places import ForwardSites, Site
+from amp_plugin.numerics.simulated_ranks import is_local_tensor, local_tensors, of_rank, simulated_ranks
 from amp_plugin.numerics.values import (
     Held,
+    Storages,
     TensorSummary,
     is_low_precision,
     non_finite,
@@ -38,6 +40,9 @@ from amp_plugin.quiet_hooks import register_quiet_hook
 
 # The results of these ops share memory with an argument, although their schemas do not say so.
 _VIEWS = frozenset({"_reshape_alias", "_unsafe_view", "alias", "detach", "set_"})
+
+# The namespaces of collectives.
+_OF_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 
 # The results of these ops are memory that has not been written yet.
 _UNWRITTEN = frozenset(
@@ -153,7 +158,7 @@ class OpTraits:
     @cached_property
     def is_collective(self) -> bool:
         """Whether the op exchanges data with other ranks. The data may arrive after the op has returned."""
-        return self._op.namespace in {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+        return self._op.namespace in _OF_COLLECTIVES
 
     @cached_property
     def waits(self) -> bool:
@@ -227,10 +232,23 @@ def _tensors(name: str, value: Any) -> list[Argument]:
 
 
 class Call:
-    """One call of an op. Every observer gets it."""
+    """One call of an op. Every observer gets it.
 
-    def __init__(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any], region: Region) -> None:
+    Attributes:
+        rank: The rank that torch simulates in this process and whose call this is. None for the rank of the
+            process itself.
+    """
+
+    def __init__(
+        self,
+        func: OpOverload,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        region: Region,
+        rank: int | None = None,
+    ) -> None:
         self._func, self._args, self._kwargs, self._region = func, args, kwargs, region
+        self.rank = rank
         self.node = torch._C._current_autograd_node()  # the node that runs it; None in a forward pass
         self.kept: Any = None  # a note that an observer makes before the op runs, for use afterwards
         self.read: tuple[Any, ...] = ()  # the fingerprints of the inputs, in a recorded run
@@ -440,12 +458,15 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sites = ForwardSites()  # where the ops of the forward passes were called
         # How often an op could not run again, or the ops inside it could not be watched.
         self.unseen: Counter[str] = Counter()
+        self._simulated: tuple[int, ...] = ()  # the ranks that torch simulates around this region
+        self._owners: Storages[int] = Storages()  # the simulated rank to which a storage belongs
 
     def __enter__(self) -> Self:
         """Open the region."""
         from torch._dynamo import eval_frame  # noqa: PLC0415 - takes a second, and the stance loads it
 
         KERNELS.install()
+        self._simulated = simulated_ranks()
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             ask = getattr(eval_frame, _ASKED, None)
@@ -513,22 +534,66 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
                 self.unseen[str(func)] += 1
             return func(*args, **kwargs)
-        if any(_dispatches(kind) for kind in types):
-            if any(issubclass(kind, FakeTensor) for kind in types):
+        if self._simulated and _is_fake_on_ranks((args, kwargs)):
+            return func(*args, **kwargs)
+        wrapping = [kind for kind in types if _dispatches(kind) and not self._has_ranks(kind)]
+        if wrapping:
+            if any(issubclass(kind, FakeTensor) for kind in wrapping):
                 return func(*args, **kwargs)
             return NotImplemented  # the subclass then calls ops on plain tensors, which come here
-        call = Call(func, args, kwargs, self)
-        self.sites.record(call.traits.name, self.tracker.current())
-        self.tell("before", call)
+        calls = self._calls(func, args, kwargs)
+        self.sites.record(calls[0].traits.name, self.tracker.current())
+        for call in calls:
+            self.tell("before", call)
         try:
             device, self._block_of_kernel = self._block_of_kernel, ""
             with _in_block(device) if device else nullcontext():
                 output = func(*args, **kwargs)
         except Exception as error:  # it is raised again, after the observers have been called
-            self.tell("failed", call, error)
+            self.tell("failed", calls[0], error)
             raise
-        self.tell("after", call, output)
+        self._note_owners((args, kwargs), output, calls)
+        for call in calls:
+            self.tell("after", call, of_rank(output, call.rank))
         return output
+
+    def _has_ranks(self, kind: type) -> bool:
+        return bool(self._simulated) and is_local_tensor(kind)
+
+    def _calls(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> list[Call]:
+        """Return the call of an op: one, or one for each rank that torch simulates."""
+        if not self._simulated:
+            return [Call(func, args, kwargs, self)]
+        given, ranks = (args, kwargs), [*self._simulated]
+        held = [*local_tensors(given)]
+        if held:
+            ranks = [rank for rank in ranks if all(rank in tensors for tensors in held)]
+        else:  # torch runs some of its functions rank by rank, on plain tensors
+            known = (self._owners.get(leaf) for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+            owners = {rank for rank in known if rank is not None}
+            ranks = [*owners] if len(owners) == 1 else ranks
+        calls = []
+        for rank in ranks:
+            own_args, own_kwargs = of_rank(given, rank)
+            calls.append(Call(func, own_args, own_kwargs, self, rank))
+        return calls
+
+    def _note_owners(self, given: Any, output: Any, calls: Sequence[Call]) -> None:
+        """Note to which simulated rank the tensors of an op belong."""
+        if not self._simulated:
+            return
+        for held in local_tensors((given, output)):
+            for rank, tensor in held.items():
+                self._owners.set(tensor, rank)
+        if len(calls) == 1 and calls[0].rank is not None:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor):
+                    self._owners.set(leaf, calls[0].rank)
+
+
+def _is_fake_on_ranks(values: Any) -> bool:
+    """Return whether the tensors of simulated ranks have no values: torch finds out shapes by them."""
+    return any(isinstance(tensor, FakeTensor) for held in local_tensors(values) for tensor in held.values())
 
 
 def is_watched() -> bool:

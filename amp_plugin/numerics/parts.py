@@ -7,8 +7,9 @@ So they can be combined later, when all ranks have written their files:
     each rank has a partial sum: the sketches add up
     each rank has a replica: the sketches are equal
 
-A DTensor says which part it is. Then its sketch uses the positions in the whole tensor. The sketches of all
-parts add up to the sketch of the whole tensor, so a part in a wrong position is noticed.
+A DTensor says which part it is; so do FSDP1, and the program for weights that it shards itself
+(shares.py). Then the sketch uses the positions in the whole tensor. The sketches of all parts add up to the
+sketch of the whole tensor, so a part in a wrong position is noticed.
 """
 
 from __future__ import annotations
@@ -16,15 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp_plugin.numerics.values import real_values, sketch_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Dims = tuple[int, ...]
 
@@ -45,10 +43,11 @@ class Part:
     """A rank's part of a tensor, in numbers that add up over the ranks.
 
     Attributes:
-        shape: the shape of the part, with the two parts of a complex number as a dimension more.
+        shape: the shape of the part, with the two parts of a complex number as a dimension more. For a part
+            of a flattened tensor, the shape of the whole tensor.
         sums: for dimensions that are summed over, the sum that is left, or its sketch.
         values: all elements, if they are few; else empty.
-        whole_shape: the shape of the whole tensor, if a DTensor gives it; else empty.
+        whole_shape: the shape of the whole tensor, if it is known; else empty.
         whole: the sketch by places in the whole tensor; empty if they are not known.
         added: names of the mesh dimensions over which the parts add up, by shards or by partial sums.
         divided: by how much the sum of the parts is divided: the ranks, where a mean is due; else 1.
@@ -100,66 +99,24 @@ def _sums(values: Tensor) -> Iterator[tuple[Dims, tuple[float, ...]]]:
             yield dims, tuple(left.tolist())
 
 
-def located(part: Part, exact: Tensor, holder: Any) -> Part:
-    """Return the part with its position in the whole tensor, if a DTensor gives it.
+def placed(
+    part: Part,
+    exact: Tensor,
+    places: Tensor,
+    whole_shape: Sequence[int],
+    *,
+    added: Sequence[str] = (),
+    divided: float = 1.0,
+) -> Part:
+    """Return a part with its position in the whole tensor.
 
     Args:
         part: The part of ``exact``.
-        exact: The local tensor of ``holder`` as it would be without rounding.
-        holder: The program's tensor. If it is not a DTensor, ``part`` is returned.
+        exact: The part as it would be without rounding.
+        places: The position of each element in the whole tensor, flattened: int64, ``[numel]``.
+        whole_shape: The shape of the whole tensor.
+        added: The names of the mesh dimensions over which the parts add up.
+        divided: By how much the sum of the parts is divided.
     """
-    if not is_distributed(holder) or exact.is_complex():
-        return part
-    whole_shape, offset = tuple(holder.shape), _offset_of(holder)
-    ends = [start + size for start, size in zip(offset, exact.shape, strict=True)]
-    added, divided = [], 1.0
-    for axis, placement in zip(mesh_of(holder), holder.placements, strict=True):
-        if placement.is_partial() and placement.reduce_op not in {"sum", "avg"}:
-            return part
-        if placement.is_partial() and placement.reduce_op == "avg":
-            divided *= axis.size
-        if not placement.is_replicate():
-            added.append(axis.name)
-    if any(end > size for end, size in zip(ends, whole_shape, strict=True)):
-        return part
-    whole = sketch_of(exact.reshape(-1), _places(exact, offset, whole_shape)).tolist()
-    return replace(part, whole_shape=whole_shape, whole=tuple(whole), added=tuple(added), divided=divided)
-
-
-def _places(part: Tensor, offset: Sequence[int], whole_shape: Sequence[int]) -> Tensor:
-    """Return the position of each element in the whole tensor, flattened."""
-    places, step = torch.zeros(part.shape, dtype=torch.int64, device=part.device), 1
-    for dim in reversed(range(part.ndim)):
-        along = torch.arange(part.shape[dim], device=part.device) + offset[dim]
-        places += (along * step).reshape([-1] + [1] * (part.ndim - dim - 1))
-        step *= whole_shape[dim]
-    return places.reshape(-1)
-
-
-def is_distributed(tensor: object) -> bool:
-    """Return True if a tensor is a DTensor. Nothing is imported."""
-    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
-
-
-def _offset_of(tensor: Any) -> tuple[int, ...]:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
-
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(map(int, offset))
-
-
-def mesh_of(tensor: Any) -> dict[Axis, int]:
-    """Return the dimensions of a DTensor's device mesh, as ``axes_of`` does; none for other tensors."""
-    return axes_of(getattr(tensor, "device_mesh", None))
-
-
-def axes_of(mesh: DeviceMesh | None) -> dict[Axis, int]:
-    """Return the dimensions of a device mesh, each with the place of this process on it.
-
-    There are none if there is no mesh, or if this process is not on it.
-    """
-    place = None if mesh is None else mesh.get_coordinate()
-    if mesh is None or place is None:
-        return {}
-    names = mesh.mesh_dim_names or [str(number) for number in range(mesh.ndim)]
-    return dict(zip(map(Axis, names, mesh.shape), map(int, place), strict=True))
+    whole = tuple(sketch_of(exact.reshape(-1), places).tolist())
+    return replace(part, whole_shape=tuple(whole_shape), whole=whole, added=tuple(added), divided=divided)

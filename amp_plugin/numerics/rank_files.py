@@ -46,29 +46,30 @@ def _replace(file: Path, save: Callable[[Path], object]) -> None:
 
 
 class RankFile:
-    """The file that this process writes.
+    """The file of one rank, which this process writes.
 
     Args:
         path: path of the recording: the file itself, or the folder if there are several ranks.
+        seat: rank and number of ranks. By default they are those of this process.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._rank, self._ranks = 0, 1
+    def __init__(self, path: Path, seat: tuple[int, int] | None = None) -> None:
+        self._path, self._given = path, seat
+        self._seat = 0, 1  # rank and number of ranks, as far as they are known
         self._mesh: dict[str, int] = {}
 
     @property
     def has_other_ranks(self) -> bool:
         """Whether other processes record, too."""
-        return self._ranks > 1
+        return self._seat[1] > 1
 
     @property
     def path(self) -> Path:
         """The path of the file that this process writes."""
-        return self._path / f"rank-{self._rank}.amp" if self.has_other_ranks else self._path
+        return self._path / f"rank-{self._seat[0]}.amp" if self.has_other_ranks else self._path
 
     def settle(self) -> None:
-        """Find out this process's rank. If there are several, make the folder and remove an earlier file.
+        """Find out the rank. If there are several, make the folder and remove an earlier file.
 
         A process group may be made after a recording has begun, and destroyed before it ends. Therefore this
         is called more than once, and the largest number of ranks counts.
@@ -76,13 +77,13 @@ class RankFile:
         Raises:
             FileExistsError: ``path`` is a folder but a file is needed, or a file but a folder is needed.
         """
-        rank, ranks = seat_of_process()
-        if ranks > self._ranks:
+        seat = self._given or seat_of_process()
+        if seat[1] > self._seat[1]:
             if self._path.exists() and not self._path.is_dir():
                 raise FileExistsError(
                     _ANOTHER_KIND.format(path=self._path, kind="a file", other="a folder for its ranks")
                 )
-            self._rank, self._ranks = rank, ranks
+            self._seat = seat
             self._path.mkdir(parents=True, exist_ok=True)
             self.path.unlink(missing_ok=True)
             self._write_manifest()
@@ -103,8 +104,8 @@ class RankFile:
             self._write_manifest()
 
     def _write_manifest(self) -> None:
-        names = [f"rank-{rank}.amp" for rank in range(self._ranks)]
-        held = {"format": _FORMAT, "world_size": self._ranks, "mesh": self._mesh, "files": names}
+        names = [f"rank-{rank}.amp" for rank in range(self._seat[1])]
+        held = {"format": _FORMAT, "world_size": self._seat[1], "mesh": self._mesh, "files": names}
         text = json.dumps(held, indent=2) + "\n"
         _replace(self._path / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
 

@@ -266,8 +266,8 @@ def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
     needed.
 
     Args:
-        model: A plain model, or a model that is wrapped by DDP or FSDP or sharded by ``fully_shard``. The
-            report shows the inputs and outputs of a compiled module, but nothing about its submodules.
+        model: A plain model, or a model that is wrapped by DDP or FSDP or sharded by ``fully_shard``. Of a
+            compiled module, the report shows inputs and outputs, but nothing about its submodules.
         *inputs: The positional arguments of the model.
         **named: The keyword arguments of the model.
 

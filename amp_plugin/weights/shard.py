@@ -98,7 +98,7 @@ class StoredShard(DecodedTensor):
         return self._of_parts(*made)
 
     def parts(self) -> list[Tensor]:
-        """Return the tensors of the shard, which are the 16-bit weight and the remainder if there is one."""
+        """Return the shard's tensors: the 16-bit weight, and the remainder if there is one."""
         return [self.weight_16, self.kept] if self.format.kept_bytes else [self.weight_16]
 
     def _copy_from(self, other: StoredShard) -> None:
@@ -113,7 +113,7 @@ class StoredShard(DecodedTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """Return the tensor that this rank sends, in the dtype in which the policy gathers weights.
+        """Return what this rank sends: the 16-bit weight, or another dtype if the policy says so.
 
         Args:
             mesh: The device mesh of the ranks that hold shards of the weight.

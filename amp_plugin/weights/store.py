@@ -347,8 +347,8 @@ class WeightBytes:
     """The bytes that this process holds between two optimizer steps.
 
     Attributes:
-        parameters: The number of elements of all parameters. Tied parameters are counted once. Only this
-            rank's elements of sharded parameters are counted.
+        parameters: The number of elements of all parameters. Tied parameters are counted once. Of sharded
+            parameters, only this rank's elements are counted.
         weights, gradients, optimizer_state: The bytes of the tensors of each kind.
         masters: The bytes of the remainders and float32 copies of stored weights.
     """

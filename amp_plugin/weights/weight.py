@@ -405,8 +405,8 @@ def fp32_shown(params: Iterable[Tensor]) -> Iterator[None]:
 def _alike(stored: dict[Tensor, StoredWeight]) -> Iterator[tuple[list[Tensor], list[StoredWeight]]]:
     """Yield groups of parameters that one op call can process, together with their records.
 
-    All parameters of a group have the same format and device. For stochastic rounding, all parameters of a
-    group also have the same seed and step.
+    All parameters of a group have the same format and device. For stochastic rounding they also have the same
+    seed and step.
     """
     groups: dict[Any, list[Tensor]] = {}
     for param, weight in stored.items():
@@ -472,7 +472,7 @@ def _at_rest(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
-    """Replace 16-bit entries by float32 copies. Entries stay unchanged if ``keep_vars=True``."""
+    """Replace 16-bit entries by float32 copies. With ``keep_vars=True`` entries stay unchanged."""
     for name, param in _at_rest(module):
         key = prefix + name
         if not isinstance(state_dict.get(key, param), nn.Parameter):

@@ -6,6 +6,7 @@ features are split inside attention and feed-forward layers, and tokens are spli
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn.functional import cross_entropy, dropout, embedding, gelu, linear, scaled_dot_product_attention
 
 from amp_plugin.numerics.compare import record_run
 from tests.process_groups import leave
 
 WIDTH, HEADS, WORDS, TOKENS, BATCH, STEPS = 16, 4, 32, 8, 8, 2
+
+# The weights that ranks along ``tensor`` share out, and how. The others are replicas.
+PLACEMENTS = {
+    "*.up.*": [Replicate(), Shard(0)],
+    "*.out.weight": [Replicate(), Shard(1)],
+    "*.down.weight": [Replicate(), Shard(1)],
+}
 
 BUGS = {  # name of the bug -> the mesh dimension along which ranks differ
     "no all-reduce of a norm's gradient": "tensor",
@@ -66,12 +75,29 @@ class Grid:
     def gathered(self, tensor: Tensor, dim: int, name: str = "tensor") -> Tensor:
         if self.count(name) == 1:
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.count(name))]
-        dist.all_gather(parts, tensor.contiguous(), group=self._groups[name])
-        return torch.cat(parts, dim)
+        # Not all_gather: in LocalTensorMode, torch gives the tensors of one group to all groups.
+        parts = torch.empty_like(torch.cat([tensor] * self.count(name)))
+        dist.all_gather_into_tensor(parts, tensor.contiguous(), group=self._groups[name])
+        return torch.cat(parts.chunk(self.count(name)), dim)
 
     def own(self, tensor: Tensor, dim: int, name: str = "tensor") -> Tensor:
-        return tensor.chunk(self.count(name), dim)[self.place(name)].contiguous()
+        """Return this rank's shard of a tensor. It is a view if ``dim`` is 0."""
+        parts, place = tensor.chunk(self.count(name), dim), self.place(name)
+        if isinstance(place, int):
+            return parts[place].contiguous()
+        return own_of_each(parts, place)
+
+
+def own_of_each(parts: tuple[Tensor, ...], place: torch.SymInt) -> Tensor:
+    """Return the shard of each rank that torch simulates in this process."""
+    from torch.distributed._local_tensor import LocalTensor
+
+    held = {
+        rank: part._local_tensors[rank] if isinstance(part, LocalTensor) else part
+        for rank, number in place.node._local_ints.items()
+        for part in [parts[number]]
+    }
+    return LocalTensor({rank: part.contiguous() for rank, part in held.items()})
 
 
 class Gather(torch.autograd.Function):
@@ -228,16 +254,39 @@ def clip(net: Net, grid: Grid, largest: float) -> None:
         weight.grad.mul_(factor)
 
 
-def record(path: Path, mesh: DeviceMesh | None, bug: str = "", *, rate: float = 0.0, seed: int = 0) -> None:
+def record(
+    path: Path,
+    mesh: DeviceMesh | None,
+    bug: str = "",
+    *,
+    rate: float = 0.0,
+    seed: int = 0,
+    simulation: AbstractContextManager[object] | None = None,
+    placements: dict[str, list[Placement]] | None = None,
+) -> None:
     """Train and record. With a mesh the model is sharded, else there is one process."""
+    generator = torch.Generator().manual_seed(3 + seed)
+    data = [torch.randint(0, WORDS, (BATCH, TOKENS + 1), generator=generator) for _ in range(STEPS)]
+    with simulation or nullcontext():
+        train(path, mesh, bug, data, rate=rate, seed=seed, placements=placements)
+
+
+def train(
+    path: Path,
+    mesh: DeviceMesh | None,
+    bug: str,
+    data: list[Tensor],
+    *,
+    rate: float,
+    seed: int,
+    placements: dict[str, list[Placement]] | None,
+) -> None:
     torch.manual_seed(seed)
     grid = Grid(mesh, bug)
     net = Net(grid, is_tied=mesh is None)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(3 + seed)
-    with record_run(path, steps=STEPS, mesh=mesh):
-        for step in range(STEPS):
-            tokens = torch.randint(0, WORDS, (BATCH, TOKENS + 1), generator=generator)
+    with record_run(path, steps=STEPS, mesh=mesh, placements=placements):
+        for step, tokens in enumerate(data):
             inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
             targets[: BATCH // 2, : TOKENS // 2] = -100  # the first half of the batch has fewer targets
             inputs, targets = grid.own(inputs, 0, "data"), grid.own(targets, 0, "data")
@@ -267,10 +316,8 @@ def step_shards(net: Net, grid: Grid, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     if grid.count("data") > 1:
         own = grid.own(weight, 0, "data").clone()
-        rows = weight.chunk(grid.count("data"))
-        for place, part in enumerate(before.chunk(grid.count("data"))):
-            if place != grid.place("data"):
-                rows[place].copy_(part)
+        weight.copy_(before)
+        grid.own(weight, 0, "data").copy_(own)
         if grid.bug != "a weight not gathered after a step":
             weight.copy_(grid.gathered(own, 0, "data"))
 
@@ -284,6 +331,17 @@ def record_all(folder: Path, bugs: list[str], seed: int = 0) -> None:
     for bug in bugs:
         record(folder / f"{bug}.amp", mesh, bug, rate=0.2 if "dropout" in bug else 0.0, seed=seed)
     leave()
+
+
+def record_simulated(folder: Path, bugs: list[str]) -> None:
+    """In this process, record a healthy run of four ranks that torch simulates, and one for each bug."""
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    for bug in ("", *bugs):
+        record(folder / f"{bug or 'healthy'}.amp", mesh, bug, simulation=LocalTensorMode(4))
 
 
 def record_alone(folder: Path, seed: int = 0) -> None:

@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -76,7 +83,10 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train: layout, precision, optimizer, clipping, and number of micro-batches."""
+    """One way to train: layout, precision, optimizer, clipping, and number of micro-batches.
+
+    With ``local_norm`` each rank clips by the norm of its own shards, which is wrong.
+    """
 
     layout: str = "one"
     precision: str = "fp32"
@@ -88,12 +98,13 @@ class Case:
     width: int = 16
     depth: int = 2
     tokens: int = 8
+    local_norm: bool = False
 
     @property
     def name(self) -> str:
         """The options that are not the default ones."""
         parts = [self.layout, self.precision, self.optimizer, *(["clip"] if self.clip else [])]
-        for option in ("micro_batches", "steps", "seed", "width", "depth", "tokens"):
+        for option in ("micro_batches", "steps", "seed", "width", "depth", "tokens", "local_norm"):
             value = getattr(self, option)
             if value != getattr(Case, option):
                 parts.append(f"{option}{value}")
@@ -102,7 +113,7 @@ class Case:
     @property
     def alone(self) -> "Case":
         """Return the same case on one process, with the whole batch."""
-        return replace(self, layout="one", micro_batches=1)
+        return replace(self, layout="one", micro_batches=1, local_norm=False)
 
 
 def ranks() -> int:
@@ -160,10 +171,33 @@ def shard(net: Transformer, mesh: DeviceMesh, precision: str) -> None:
     fully_shard(net, mesh=mesh, mp_policy=policy)
 
 
+def flattened(net: Transformer, case: Case) -> nn.Module:
+    """Wrap a model with FSDP1: fsdp1 keeps the original parameters, fsdp1_flat has flat ones.
+
+    fsdp1_hybrid shares them out over two ranks, and the other two have the same.
+    """
+    is_hybrid, policy = case.layout == "fsdp1_hybrid", None
+    if case.precision == "bf16":
+        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return FullyShardedDataParallel(
+        net,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=policy,
+        use_orig_params=case.layout != "fsdp1_flat",
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD if is_hybrid else ShardingStrategy.FULL_SHARD,
+        device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        if is_hybrid
+        else None,
+        device_id=torch.device("cpu"),
+    )
+
+
 def prepared(net: Transformer, case: Case, mesh: DeviceMesh | None) -> nn.Module:
     """Prepare a model for a layout."""
     if case.layout == "ddp":
         return DistributedDataParallel(net)
+    if case.layout.startswith("fsdp1"):
+        return flattened(net, case)
     if case.layout in {"tp", "sp"}:
         parallelize_module(net, mesh, tensor_plan(case.depth, sequence=case.layout == "sp"))
     elif case.layout == "fsdp_tp":
@@ -191,6 +225,10 @@ def batches(case: Case) -> Iterator[Tensor]:
 
 def record(path: Path, case: Case, change: Callable[[nn.Module], None] = lambda _: None) -> None:
     """Train in a layout and record the run."""
+    train_with(path, case, [*batches(case)], change)
+
+
+def train_with(path: Path, case: Case, data: list[Tensor], change: Callable[[nn.Module], None]) -> None:
     torch.manual_seed(case.seed)
     net, mesh = Transformer(case.width, case.depth), mesh_of(case.layout)
     change(net)
@@ -199,9 +237,10 @@ def record(path: Path, case: Case, change: Callable[[nn.Module], None] = lambda 
         model.parameters(), lr=0.1 if case.optimizer == "SGD" else 0.01
     )
     number, count = share(case, mesh)
-    is_cast = case.precision == "bf16" and (mesh is None or case.layout in {"tp", "sp"})
+    is_sharded = mesh is not None or case.layout.startswith("fsdp1")
+    is_cast = case.precision == "bf16" and (not is_sharded or case.layout in {"tp", "sp"})
     with record_run(path, steps=case.steps):
-        for tokens in batches(case):
+        for tokens in data:
             own = tokens.chunk(count)[number]
             for micro in own.chunk(case.micro_batches):
                 with torch.autocast("cpu", torch.bfloat16) if is_cast else nullcontext():
@@ -210,7 +249,9 @@ def record(path: Path, case: Case, change: Callable[[nn.Module], None] = lambda 
                     cross_entropy(logits.float().flatten(0, 1), micro[:, 1:].flatten()) / case.micro_batches
                 )
                 loss.backward()
-            if case.clip:
+            if case.clip and isinstance(model, FullyShardedDataParallel) and not case.local_norm:
+                model.clip_grad_norm_(0.5)
+            elif case.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -227,3 +268,15 @@ def record_all(folder: Path, cases: list[Case]) -> None:
         from tests.process_groups import leave
 
         leave()
+
+
+def record_simulated(folder: Path, count: int, cases: list[Case]) -> None:
+    """Record several cases on ranks that torch simulates in this process."""
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    for case in cases:
+        data = [*batches(case)]  # a generator that is given explicitly advances at each rank
+        with LocalTensorMode(count):
+            train_with(folder / f"{case.name}.amp", case, data, lambda _: None)

@@ -31,7 +31,7 @@ class Monitor:
 
     Args:
         max_skips_in_a_row: The number of skipped steps in a row of one optimizer that ends the run.
-        every_n_steps: The number of optimizer steps between two reads of the GPU. The default is the
+        every_n_steps: The number of optimizer steps between two reads of the GPU. With None, it is the
             Trainer's ``log_every_n_steps``.
         report: The path of a run page (an HTML report, see ``amp_plugin.report``), which waits for the device
             at each step.

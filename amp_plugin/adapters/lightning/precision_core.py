@@ -211,7 +211,7 @@ class PrecisionCore(EntryPoint):
 
         ``step_scheduler`` is for manual optimization and for Fabric. Call ``step_scheduler`` after each
         ``optimizer.step()`` that the scheduler counts. With a fused optimizer on a GPU the host learns of a
-        skipped step one step later. The scheduler is therefore held back one step late, unless
+        skipped step one step later. The scheduler is then held back one step late, unless
         ``exact_schedulers`` is on.
 
         Args:

@@ -178,7 +178,7 @@ class TrainerPrecision(PrecisionCore):
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """Run ``training_step`` under autocast, whose end is the end of a manual iteration."""
+        """Run ``training_step`` under autocast. In manual optimization its end ends the iteration."""
         with self.forward_context():
             yield
         self._scaler.end_iteration()

@@ -42,8 +42,8 @@ class CudaCore:
 def cuda_core(device: int | None = None) -> CudaCore:
     """Return whether a device can use the CUDA kernels. The first call compiles and loads the kernels.
 
-    If something is missing, one warning says that the device uses plain torch, and no error is raised. The
-    call initializes CUDA if it is available. The result does not change during the process.
+    If something is missing, no error is raised. Instead one warning says that the device uses plain torch.
+    The call initializes CUDA if it is available. The result does not change during the process.
     """
     if reason := _no_cuda():
         return CudaCore(loaded=False, reason=reason)
