@@ -275,6 +275,29 @@ def test_an_error_in_the_survey_is_one_warning(monkeypatch):
     assert len(warned) == 1
 
 
+@pytest.mark.parametrize(
+    "part", ["history.History.add", "history.History.hear_loss", "headroom.Headroom.read", "report.render"]
+)
+def test_an_error_in_any_part_is_one_warning_and_ends_the_page_only(part, tmp_path, monkeypatch):
+    def failing(*args, **kwargs):
+        raise AttributeError("a fault")
+
+    def steps():
+        monkeypatch.setattr(f"amp_plugin.run_page.{part}", failing)
+        for _ in range(3):
+            scaler.scale(net(torch.ones(4, 8)).float().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    net, scaler = make_net(), amp_plugin.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    page = amp_plugin.report(scaler, net, tmp_path / "run.html")
+    with pytest.warns(UserWarning, match="ended: AttributeError: a fault") as warned, page:
+        steps()
+    assert len(warned) == 1
+    assert [scaler.last_step(optimizer).number, scaler.skipped_steps()] == [3, 0]
+
+
 def test_without_the_extra_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "altair", None)
     with pytest.raises(ImportError, match="altair.*pip install altair jinja2"):

@@ -11,6 +11,7 @@ from transformers import BertConfig, BertModel
 from typer.testing import CliRunner
 
 from amp_plugin.cli import app
+from amp_plugin.precision import DTYPES
 from amp_plugin.weights.formats import FORMATS
 from tests.adapters.accelerate_pair import ours, reset
 
@@ -210,6 +211,14 @@ def test_a_number_that_would_become_infinite_is_refused(tmp_path, target, dtype,
     assert way_out in text
     assert target.read_text() == "of before"
     assert [file.name for file in tmp_path.iterdir() if "tmp" in file.name] == []
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_in_8_bits_are_converted_exactly(tmp_path, target, stored, dtype):
+    weight = torch.tensor([0.5, -448.0, 1.0]).to(stored)
+    torch.save({"weight": weight}, tmp_path / "a.pt")
+    export_same(tmp_path / "a.pt", target, {"weight": weight.to(DTYPES[dtype])}, "--dtype", dtype)
 
 
 def test_infinities_and_nan_that_are_there_are_written(tmp_path, target):
