@@ -208,7 +208,10 @@ def number_of(rules: OpRules, device_type: str) -> int:
 def check_rules(rules: OpRules, device_type: str | None = None) -> None:
     """Raise an error if ``rules`` are not OpRules, or are for another device type."""
     if not isinstance(rules, OpRules):
-        msg = f"rules={rules!r}: give an amp_plugin.OpRules, for example OpRules.from_yaml('rules.yaml')"
+        msg = (
+            f"rules={rules!r}: give an amp_plugin.OpRules, for example OpRules.from_yaml('rules.yaml'), or "
+            "OpRules.from_mapping({...}) for a mapping"
+        )
         raise TypeError(msg)
     if device_type not in {None, rules.device_type}:
         msg = (

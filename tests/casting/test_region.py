@@ -45,6 +45,7 @@ class TestLikeTorch:
             ),
             ("cpu", {"dtype": "bf16"}, TypeError, "not a torch.dtype; give torch.bfloat16$"),
             ("cpu", {"dtype": "fp8"}, TypeError, "give torch.float16 or torch.bfloat16$"),
+            ("cpu", {"rules": {}}, TypeError, r"OpRules.from_mapping\(\{...\}\) for a mapping"),
             ("cpu", {"rules": "my.yaml"}, TypeError, r"rules='my.yaml': .*OpRules.from_yaml\('rules.yaml'\)"),
         ],
     )
