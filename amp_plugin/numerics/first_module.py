@@ -10,7 +10,7 @@
 
     if a step with hooks is skipped, read these magnitudes on the CPU, in the order of their computation
 
-    if a step with hooks is not skipped, drop its magnitudes
+    at the next call of a module, drop the magnitudes (several optimizers may have stepped by then)
 
 The largest magnitude of a tensor is nan or inf if and only if an element is not finite. Nothing is copied
 from the device to the CPU until a step is skipped.
@@ -65,6 +65,9 @@ class ModuleWatch:
         self._numbers: list[Largest] = []
         # Maps the id of each measured tensor to a weak reference and to its version counter.
         self._measured: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # The ids of the optimizers that have stepped since the last measurement. There may be several.
+        self._stepped: set[int] = set()
+        self._just_begun = False  # whether the hooks came too late for the passes before these steps
         # _left: how many steps may still run with hooks if no further step is skipped.
         # _budget: how many steps of this run may still run with hooks.
         self._left, self._budget = 0, STEPS_IN_ALL
@@ -103,24 +106,31 @@ class ModuleWatch:
         """Look at a finished step. If the step was skipped, name the module and keep the hooks."""
         with only_warning("the watch of modules", self.close):
             was_on = self._left > 0
+            optimizer = id(step.optimizer())
+            if optimizer in self._stepped:  # nothing was measured since its last step
+                self._forget()
+            self._stepped.add(optimizer)
             self._budget -= was_on
             if step.skipped:
-                if was_on:
+                if was_on and not self._just_begun:
                     step.add_modules(self._found())
                 self._left = min(STEPS_AFTER_SKIP, self._budget)
             elif was_on:
                 self._left -= 1
-            self._forget()
             if self._left > 0 and not was_on:
                 self._begin()
             elif self._left <= 0 and was_on:
                 self._rest()
 
     def _forget(self) -> None:
+        """Forget the measurements of an iteration that has ended."""
         self._numbers.clear()
         self._measured.clear()
+        self._stepped.clear()
+        self._just_begun = False
 
     def _begin(self) -> None:
+        self._just_begun = True
         # Within this context, the log knows whether a step was skipped before the next step begins.
         # So all magnitudes that the hooks have collected belong to the step that has just ended.
         self._open.enter_context(self._log.watched())
@@ -133,6 +143,8 @@ class ModuleWatch:
         with only_warning("the watch of modules", self.close):
             if not (module.training or torch.is_grad_enabled()) or _is_traced():
                 return
+            if self._stepped:
+                self._forget()
             name = f"{name or '(model)'} ({type(module).__name__})"
             self._add(name, "input", list(filter(self._is_new, _tensors(given))))
             outputs = list(filter(self._is_new, _tensors(made)))

@@ -110,6 +110,24 @@ def test_a_parameter_used_outside_of_the_modules_is_not_blamed_on_one():
     assert "look at what is computed outside of them" in str(found(loop, factor=torch.nan))
 
 
+def test_each_of_two_optimizers_that_step_after_one_backward_pass_names_it():
+    net = make_net()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (net[0], net[2])]
+    scaler = GradScaler("cpu", enabled=False)
+    with ModuleWatch(scaler.core.log, [net]):
+        for number in range(5):
+            (net(torch.ones(3, 4)).mean() * (1.0 if number == 3 else torch.inf)).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            modules = [scaler.last_step(optimizer).overflow_report().modules for optimizer in optimizers]
+            if number in {0, 3}:  # the hooks come after the first skipped step
+                assert modules == [None, None]
+            else:
+                assert all("output of 2 (Linear) was the first with inf" in str(told) for told in modules)
+
+
 def test_the_run_that_only_skips_and_the_error_name_it():
     loop = Loop(make_net())
     loop.scaler = GradScaler("cpu", enabled=False, on_nonfinite="raise")

@@ -1,6 +1,7 @@
 """The page under each framework: its steps, losses and skips."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -129,6 +130,54 @@ def test_accelerate(tmp_path, precision, accelerate):
     assert data["steps"] == 8
     assert [loss is None for loss in data["curves"]["loss"]] == [i == 4 for i in range(8)]
     assert "loss not finite step 5" in text_of(tmp_path / "run.html")
+
+
+class Generator(nn.Linear):
+    pass
+
+
+class Critic(nn.Linear):
+    pass
+
+
+def two_models():
+    models = Generator(4, 4), Critic(4, 1)
+    return models, [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+
+
+def accelerate_pair(path):
+    accelerator = AmpAccelerator(mixed_precision="bf16", cpu=True, kwargs_handlers=[AmpKwargs(report=path)])
+    models, optimizers = two_models()
+    prepared = accelerator.prepare(*models, *optimizers)
+    yield prepared[:2], prepared[2:], accelerator.backward
+    accelerator.end_training()
+
+
+def fabric_pair(path):
+    plugin = FabricAmpPrecision("bf16")
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    models, optimizers = two_models()
+    made = [fabric.setup(*pair) for pair in zip(models, optimizers, strict=True)]
+    with amp_plugin.report(plugin, models, path):
+        yield *zip(*made, strict=True), fabric.backward
+
+
+@pytest.mark.parametrize("pair", [accelerate_pair, fabric_pair])
+def test_two_models_are_both_followed(pair, tmp_path, accelerate):
+    for models, optimizers, backward in pair(tmp_path / "run.html"):
+        generator, critic = models
+        for number in range(6):
+            loss = critic(generator(torch.ones(2, 4))).float().mean()
+            backward(loss * math.inf if number == 3 else loss)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    text, data = text_of(tmp_path / "run.html"), data_of(tmp_path / "run.html")
+    assert data["steps"] == 12
+    assert "ran in compiled code" not in text
+    for name in ("Generator", "Critic"):
+        assert re.search(rf"{name}\b.* fp32 .*bf16", text)
+        assert any(name in module for module in data["cells"]["modules"])
 
 
 def test_transformers(tmp_path, accelerate, monkeypatch):
