@@ -1,7 +1,8 @@
-"""The command `amp-plugin`, with its subcommands `doctor`, `build` and `export`.
+"""Define the command `amp-plugin`, and its subcommands `doctor`, `build` and `export`.
 
-Exit codes: 0 if all is well; 1 if something is missing or failed; 2 if the command line or an environment
-variable is wrong. With ``--json`` the command prints one JSON object to standard output and nothing else.
+The exit code is 0 if all is well. It is 1 if something is missing or failed. It is 2 if the command line or
+an environment variable is wrong. With ``--json``, a command prints one JSON object to standard output and
+nothing else.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def doctor(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the devices, whether the native core is compiled, and what a run in a precision would do."""
+    """Show the devices, the state of the native core, and what a run in this precision would do."""
     from amp_plugin.cli.doctor import examine, print_report  # noqa: PLC0415 - loads torch
     from amp_plugin.hardware import default_device  # noqa: PLC0415 - loads torch
 
@@ -88,7 +89,7 @@ def build(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile the native core ahead of its first use, for instance into a machine image."""
+    """Compile the native core before its first use, for example when a machine image is built."""
     from amp_plugin.kernels.build import build_core  # noqa: PLC0415 - loads torch
 
     try:
@@ -144,10 +145,12 @@ def export(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the model of a checkpoint as safetensors: exact float32, or rounded to 16 bits.
+    """Write the model of a checkpoint as safetensors, in exact float32 or rounded to 16 bits.
 
-    Reads checkpoints of Lightning, Accelerate, transformers and torch.save, and checkpoints whose weights
-    are stored in 16 bits. To load the result: model.load_state_dict(safetensors.torch.load_file(...)).
+    The command reads checkpoints of Lightning, Accelerate, transformers and torch.save. Weights that were
+    stored in 16 bits are written with their exact float32 values.
+
+    Load the result with model.load_state_dict(safetensors.torch.load_file(...)).
     """
     from amp_plugin.weights.export import export as write  # noqa: PLC0415 - loads torch
 
@@ -173,11 +176,14 @@ def export(
         print(json.dumps({"file": str(target), "dtype": dtype, **asdict(done)}))
         return
     size = f"{done.size / 1e6:.1f} MB" if done.size >= 1e5 else f"{done.size:,} bytes"
-    print(f"{target}: {done.tensors} tensors, {done.elements:,} numbers in {dtype}, {size}")
+    print(f"{target}: {done.tensors} tensors, {done.elements:,} elements in {dtype}, {size}")
     if done.restored:
-        print(f"{done.restored} weights that 0.2 stored in 16 bits are exact: their low halves were found")
+        print(
+            f"{done.restored} weights that amp_plugin 0.2 had stored in 16 bits are exact, because the "
+            "checkpoint also has their lower 16 bits"
+        )
     if done.left_out:
-        print(f"left out, not tensors: {', '.join(done.left_out)}")
+        print(f"left out, because they are not tensors: {', '.join(done.left_out)}")
 
 
 app.command()(check.check)

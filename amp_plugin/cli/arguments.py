@@ -1,4 +1,4 @@
-"""Shared by all commands: arguments for a script, a device and `--json`, printing of tables and errors."""
+"""Define arguments that several commands have, run scripts, and print tables and errors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from amp_plugin.program import Program, program_named, reads_arguments, run_prog
 
 
 class ScriptCommand(TyperCommand):
-    """A command that runs a script. All arguments after the script's name are passed to the script.
+    """A command that runs a script, and passes all arguments after the script's name to the script.
 
-    If one of them is also an option of the command, the command prints a line that says where it went. If
-    the script reads no arguments, the command takes the option itself.
+    If an argument after the script is also an option of the command, the command prints a line that says
+    which of the two gets it. If the script reads no arguments, the command gets it.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Separate the script's arguments from the command's."""
+        """Separate the arguments of the script from the options of the command."""
         ctx.allow_interspersed_args = False
         given, _, _ = self.make_parser(ctx).parse_args(list(args))
         script, behind = given.get("script"), [*(given.get("arguments") or ())]
@@ -59,12 +59,15 @@ AsModule = Annotated[bool, typer.Option("-m", help="Run a module, as python -m d
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Device = Annotated[
     Literal["cpu", "cuda", "mps", "xpu"] | None,
-    typer.Option(help="The device type. Default: that of a rules file, or the best of this machine."),
+    typer.Option(help="The device type. Default: that of the rules file, or this machine's accelerator."),
 ]
 
 
 def program_of(script: str, *, as_module: bool, core_for: str = "") -> Program:
-    """Return the program to run. With ``core_for``, end the command if the native core is missing."""
+    """Return the program to run.
+
+    If ``core_for`` is given and the native core is missing, the command ends with an error.
+    """
     try:
         program = program_named(script, as_module=as_module)
     except ValueError as error:
@@ -80,7 +83,7 @@ def program_of(script: str, *, as_module: bool, core_for: str = "") -> Program:
 
 
 def show(table: Table) -> None:
-    """Print a table without trailing blanks, and in its full width if the output is not a terminal."""
+    """Print a table without trailing blanks. It gets its full width if the output is not a terminal."""
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(highlight=False, width=None if has_width else 10_000)
     with console.capture() as text:
@@ -97,9 +100,9 @@ def run_script(
     as_json: bool,
     expected: type[BaseException] | tuple[()] = (),
 ) -> tuple[int, bool]:
-    """Run a program, by default under our rules.
+    """Run a program under the default rules of amp_plugin, unless the program sets other rules.
 
-    With ``as_json`` the program's output goes to standard error.
+    If ``as_json`` is True, the program's output goes to standard error.
     """
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         return run_program(program, arguments or [], _under_our_rules(around), expected=expected)

@@ -1,4 +1,4 @@
-"""The command `amp-plugin check`."""
+"""Define the command `amp-plugin check`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def check(
         Literal["text", "github", "sarif"],
         typer.Option("--format", help="The format in which findings are printed."),
     ] = "text",
-    select: Annotated[str, typer.Option(help="Rules to check: AMP001,AMP002.")] = "",
-    ignore: Annotated[str, typer.Option(help="Rules to leave out.")] = "",
+    select: Annotated[str, typer.Option(help="The rules to check, such as AMP001,AMP002.")] = "",
+    ignore: Annotated[str, typer.Option(help="The rules to leave out, such as AMP001,AMP002.")] = "",
     baseline: Annotated[
         Path | None, typer.Option(exists=True, help="Report only findings that are not in this file.")
     ] = None,
@@ -31,9 +31,9 @@ def check(
 ) -> None:
     """Find mistakes with mixed precision in Python source.
 
-    Exit code 1 if there are mistakes, 2 if a file cannot be parsed. The files are not run, and torch is not
-    imported. Settings come from the table [tool.amp-plugin.check] of pyproject.toml. The comment
-    `# amp: ignore[AMP001]` silences a line.
+    The exit code is 1 if there are mistakes, and 2 if a file cannot be parsed. The files are not run, and
+    torch is not imported. Settings are read from the table [tool.amp-plugin.check] of pyproject.toml. The
+    comment `# amp: ignore[AMP001]` silences a line.
     """
     from amp_plugin.check import checker, formats  # noqa: PLC0415 - only this command needs it
     from amp_plugin.check.settings import Settings  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Collects what this machine has and what amp_plugin would do on it. This loads the native core."""
+"""Collect facts about this machine and about what amp_plugin would do on it. This loads the native core."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ _COMPANIONS = ("lightning", "pytorch-lightning", "accelerate", "transformers", "
 Part = dict[str, Any]
 
 
-_DEFAULT: Final = "fp16"  # the precision of the plan if none is given
+_DEFAULT: Final = "fp16"  # the precision to plan for if the user gives none
 
 
 def examine(precision: str | None, device_type: str) -> dict[str, Any]:
-    """Return the whole report as a dict that JSON can hold; None plans for the default precision."""
+    """Return the whole report as a dict that JSON can hold.
+
+    If ``precision`` is None, the plan is for the default precision.
+    """
     with warnings.catch_warnings():  # The report itself gives the reasons.
         warnings.simplefilter("ignore")
         core, kernels, cache = native_core_state(), cuda_kernels_state(), cache_state()
@@ -60,7 +63,7 @@ def examine(precision: str | None, device_type: str) -> dict[str, Any]:
 
 
 def versions() -> Part:
-    """Return a dict from package name to installed version; None for a package that is not installed."""
+    """Map the names of packages to their versions, or to None if a package is not installed."""
     found: Part = {
         "amp_plugin": amp_plugin.__version__,
         "python": platform.python_version(),
@@ -76,7 +79,7 @@ def versions() -> Part:
 
 
 def devices() -> list[Part]:
-    """Return the name of each device, which formats it computes fast, and what "auto" chooses there."""
+    """Return the facts about each device, such as its name and the formats that it computes fast."""
     hardware = hardware_of("cpu")
     cpu = {
         "device": "cpu",
@@ -100,14 +103,14 @@ def _cuda(index: int) -> Part:
 
 
 def _formats(hardware: Hardware) -> Part:
-    """Return which formats a device computes fast, and what "auto" chooses for it and why."""
+    """Return the formats that a device computes fast, and what precision="auto" chooses for it and why."""
     choice = chosen_for(hardware)
     fast = [name for name in NEEDS if hardware.computes(name)]
     return {"fast": fast, "auto": choice.precision, "auto_because": choice.reason}
 
 
 def native_core_state() -> Part:
-    """Return whether the native core is loaded; if not, why."""
+    """Return whether the native core is loaded and, if it is not, the reason."""
     core = native_core()
     return {
         "loaded": core.loaded,
@@ -127,7 +130,7 @@ def cuda_kernels_state() -> Part:
 
 
 def cache_state() -> Part:
-    """Return the folder of the build cache, its size in bytes, and what is wrong with it."""
+    """Return the folder of the build cache, its size in bytes, and a problem with it if there is one."""
     try:
         root = cache_root()
     except (OSError, ValueError) as error:
@@ -137,7 +140,10 @@ def cache_state() -> Part:
 
 
 def plan(precision: str | None, device_type: str) -> Part:
-    """Return what a run in ``precision`` on ``device_type`` would do; None is the default precision."""
+    """Return what a run in ``precision`` on ``device_type`` would do.
+
+    If ``precision`` is None, the default precision is used.
+    """
     because = ""
     if precision is None:
         choice = chosen_for(hardware_of(device_type))
@@ -168,7 +174,7 @@ def plan(precision: str | None, device_type: str) -> Part:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Print a report of :func:`examine` for people; empty entries are left out."""
+    """Print the report that :func:`examine` returns. Empty entries are left out."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for title, part in report.items():
         if title == "healthy" or not part:

@@ -1,4 +1,4 @@
-"""The command `amp-plugin gap`: why trainer and generator differ, and what closes the gap."""
+"""Define the command `amp-plugin gap`, which finds out why a trainer and a generator differ."""
 
 from __future__ import annotations
 
@@ -19,25 +19,33 @@ def gap(
     arguments: Arguments = None,
     as_module: AsModule = False,
     rollout: Annotated[
-        Path | None, typer.Option(help="What the generator recorded, one JSON object per line. Required.")
+        Path | None,
+        typer.Option(help="The generator's rollout file, with one JSON object per line. Required."),
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the op rules here.")] = None,
-    temperature: Annotated[float, typer.Option(help="The trainer divides its logits by it.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="The trainer computes log-probabilities with it.")] = 1.0,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the op rules to this file.")
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="The temperature by which the trainer divides its logits.")
+    ] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="The top-p with which the trainer computes log-probabilities.")
+    ] = 1.0,
     dtype: Annotated[
         Literal["bf16", "fp16"], typer.Option(help="The 16-bit dtype that the generator computes in.")
     ] = "bf16",
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = 8,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="The number of sequences per batch.")] = 8,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find out why a trainer's log-probabilities differ from a generator's, and what closes the gap.
+    """Find out why the log-probabilities of a trainer and a generator differ, and what closes the gap.
 
-    The script runs in a copy of this folder up to the first call in which its model makes logits with
-    gradients. That model, in the script's autocast block, then computes the log-probabilities of the rollout.
+    The script runs in a copy of this folder, up to the first call in which its model computes logits with
+    gradients enabled. Then this model computes the log-probabilities of the rollout, in the script's autocast
+    block.
 
-    Exit code 0 if rounding alone explains the gap, 1 if there is a cause or an unexplained gap, 2 if the file
-    or an option is wrong.
+    The exit code is 0 if rounding alone explains the gap. It is 1 if the gap has another cause or is not
+    explained, and 2 if the file or an option is wrong.
     """
     if rollout is None:
         fail("--rollout FILE is missing: the file that the generator recorded", code=2)
@@ -47,7 +55,7 @@ def gap(
     from amp_plugin.tuning.gap import Gap, close_gap  # noqa: PLC0415 - loads torch
     from amp_plugin.tuning.workload import Script as Trainer  # noqa: PLC0415 - loads torch
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler prints its start and end
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise torch's profiler prints when it starts
     program = program_of(script, as_module=as_module, core_for="gap")
     try:
         goal = Gap(rollout, temperature=temperature, top_p=top_p, dtype=DTYPES[dtype], batch_size=batch_size)

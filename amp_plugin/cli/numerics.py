@@ -1,4 +1,4 @@
-"""The commands `amp-plugin diagnose` and `amp-plugin compare`."""
+"""Define the commands `amp-plugin diagnose` and `amp-plugin compare`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def diagnose(
         bool, typer.Option("--keep-going", help="List every origin of nans and infs, not only the first.")
     ] = False,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Report every nan and inf, even if it does not matter.")
+        bool, typer.Option("--strict", help="Report every nan and inf, even if it is harmless.")
     ] = False,
     compare: Annotated[
         Literal["fp32", "fp64", "eager"] | None,
-        typer.Option(help="Measure each op's error, or compare compiled code with eager code."),
+        typer.Option(help="fp32, fp64: measure each op's error. eager: compare compiled with eager code."),
     ] = None,
     save: Annotated[
         Path | None,
@@ -45,7 +45,10 @@ def diagnose(
     rows: Annotated[int, typer.Option(min=1, help="The number of rows of the table of errors.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Run a script and name the first op that makes a nan or a harmful inf; exit code 1 if one does."""
+    """Run a script and name the first op that makes a harmful nan or inf.
+
+    A nan or inf is harmful if it reaches a loss, a gradient or a weight. The exit code is 1 if there is one.
+    """
     program = program_of(script, as_module=as_module)
     if compare and (keep_going or strict or save):
         fail("--compare measures errors; leave --keep-going, --strict and --save out", code=2)
@@ -65,7 +68,7 @@ def _find_non_finite(
     from amp_plugin.scaling.ranks import rank_of_process  # noqa: PLC0415
 
     def tell_at_once(finding: Finding) -> None:
-        """Print a rank's finding at once: a launcher ends the other ranks as soon as one rank ends."""
+        """Print a rank's finding at once, because a launcher ends all ranks as soon as one rank ends."""
         if finding.rank is not None and not as_json:
             _print_finding(finding)
 
@@ -82,11 +85,11 @@ def _find_non_finite(
     elif not failed:
         print(diagnosis.report())
     elif notes := diagnosis.notes():
-        print("\n".join(["before this error all numbers in training were finite", *notes]))
+        print("\n".join(["before this error, no nan or inf reached a loss, a gradient or a weight", *notes]))
     elif (rank := rank_of_process()) is not None:
         print(
             f"rank {rank} found nothing before the error above. If another rank has stopped, that is the "
-            "reason, and the report of that rank names the op",
+            "reason for this error, and the report of that rank names the op",
             file=sys.stderr,
         )
     raise typer.Exit(1 if diagnosis.findings else code)
@@ -107,7 +110,7 @@ def _measure(
     rows: int,
     as_json: bool,
 ) -> None:
-    """Run a program in a region that records its ops into a file, or compares its ops or graphs."""
+    """Run a program, and record its ops, compare them with a wider dtype, or compare compiled graphs."""
     import torch  # noqa: PLC0415 - takes seconds
 
     from amp_plugin.numerics.compiled import CompiledComparison  # noqa: PLC0415 - loads torch
@@ -132,32 +135,37 @@ def _measure(
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(exists=True, help="A run by diagnose --save.")],
+    first: Annotated[Path, typer.Argument(exists=True, help="A recording by diagnose --save.")],
     second: Annotated[
-        Path, typer.Argument(exists=True, help="Another, of as many ranks; or one of the two of one process.")
+        Path,
+        typer.Argument(
+            exists=True,
+            help="Another recording. It has the same number of ranks, or one of the two is of one process.",
+        ),
     ],
     names: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="YAML file: modules of the first run, and what the second calls them.",
+            help="A YAML file that maps module names of the first run to those of the second.",
         ),
     ] = None,
     layouts: Annotated[
         bool,
         typer.Option(
-            "--layouts", help="One process in both runs: put the micro-batches of the second together."
+            "--layouts", help="If both runs have one process: combine the micro-batches of the second run."
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Name the first result in which two recorded runs differ.
 
-    One process is compared with several ranks by putting their shards, partial sums and replicas together.
+    A run of one process can be compared with a run on several ranks. For this, the shards, partial sums and
+    replicas of all ranks are combined.
 
-    Exit code 1 if they differ by more than rounding, if ranks of a run differ where they must agree, or if a
-    rank is missing or was cut off.
+    The exit code is 1 if the runs differ by more than rounding, or if ranks of one run differ where they must
+    agree. It is also 1 if a rank is missing or was cut off.
     """
     from amp_plugin.numerics.compare import compare_runs  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.module_names import ModuleNames  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""The commands about op rules: `rules show`, `rules diff`, and `tune`, which finds rules for a program."""
+"""Define the commands about op rules, which are `rules show`, `rules diff` and `tune`."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def show_rules(
 @commands.command(name="diff")
 def diff_rules(
     first: Annotated[str, typer.Argument(help=_WHAT)],
-    second: Annotated[str, typer.Argument(help="The same.")] = "default",
+    second: Annotated[str, typer.Argument(help=_WHAT)] = "default",
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the ops that two sets of rules treat differently; exit code 1 if there are any."""
+    """List the ops that two sets of rules treat differently. The exit code is 1 if there are any."""
     chosen, other = _rule_sets([first, second], device)
     differing = chosen.diff(other)
     if as_json:
@@ -73,9 +73,9 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
-    """Return the rules that words name, all for one device.
+    """Return the set of rules that each word names. All sets are for one device type.
 
-    The device is the given one, else that of a rules file, else this machine's accelerator.
+    If no device type is given, it is that of a rules file or, without a file, this machine's accelerator.
     """
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
     from amp_plugin.hardware import default_device  # noqa: PLC0415 - loads torch
@@ -97,7 +97,7 @@ def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
 
 
 def _share(given: str) -> float:
-    """Return a share as a number: 0.05 for ``5%`` and for ``0.05``."""
+    """Return a percentage or fraction as a number. ``5%`` and ``0.05`` both give 0.05."""
     number = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)", str(given).strip())
     if number is None:
         msg = f"{given!r} is not a percentage or a fraction; give 5% or 0.05"
@@ -147,13 +147,14 @@ def tune(
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find op rules that save memory or casts, or that cure an overflow, and write them to a file.
+    """Find op rules that save memory or casts or avoid an overflow, and write them to a file.
 
-    The script runs about fifty times, up to its first backward passes, in a copy of this folder. Its output
-    is dropped. Its autocast blocks must not set rules themselves.
+    The script runs about fifty times in a copy of this folder, each time up to its first backward passes. The
+    script's output is dropped. Its autocast blocks must not set rules themselves.
 
-    With --formats it emulates each Linear layer in each format, on any machine. It prints what each layer
-    loses, and writes a placement for amp_plugin, for torchao and for TransformerEngine.
+    With --formats, the command emulates each Linear layer in each format, on any machine. It prints the
+    errors of each layer, and writes the chosen formats to files for amp_plugin, torchao and
+    TransformerEngine.
     """
     output = output or Path("formats.yaml" if formats else "rules.yaml")
     if formats and (goal != "memory" or plot is not None):
@@ -163,7 +164,7 @@ def tune(
     from amp_plugin.hardware import default_device  # noqa: PLC0415 - loads torch
     from amp_plugin.tuning import rehearsal, tune, workload  # noqa: PLC0415 - loads torch
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler prints its start and end
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise torch's profiler prints when it starts
     program = program_of(script, as_module=as_module, core_for="tune")
     try:
         if plot is not None:
@@ -195,8 +196,8 @@ def tune(
     print(tuning.headline)
     show(tuning.table())
     if tuning.jump:
-        print("with the default rules " + "\n".join(tuning.jump))
-    print(f"{output} {'changes no rule' if tuning.keeps_default else 'holds the rules'}")
+        print("with the default rules, " + "\n".join(tuning.jump))
+    print(f"wrote {output}, which {'changes no rule' if tuning.keeps_default else 'contains the rules'}")
 
 
 def _print_placement(found: Rehearsal, files: list[Path], *, as_json: bool) -> None:
@@ -205,11 +206,11 @@ def _print_placement(found: Rehearsal, files: list[Path], *, as_json: bool) -> N
         return
     show(found.table())
     print(found.limits)
-    print(f"{files[0]} is for formats=, {files[1]} for torchao, {files[2]} for TransformerEngine")
+    print(f"wrote {files[0]} for formats=, {files[1]} for torchao, and {files[2]} for TransformerEngine")
 
 
 def require_target(file: Path, *, force: bool) -> None:
-    """End the command before the tuning if its result could not be written."""
+    """End the command with an error if its result could not be written to ``file``."""
     if not file.parent.is_dir():
         fail(
             f"there is no folder {str(file.parent)!r} for {file.name}; make it, or give another name", code=2

@@ -1,4 +1,4 @@
-"""The commands that run a program without editing it: `run`, `report` and `casts`."""
+"""Define the commands `run`, `report` and `casts`, which run a program without editing it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(
     rules: Rules = None,
     page: Annotated[
         Path | None,
-        typer.Option("--report", help="Draw the run into this HTML file, as `amp-plugin report`."),
+        typer.Option("--report", help="Write a run report to this HTML file, as `amp-plugin report` does."),
     ] = None,
     log: Annotated[
         Path | None,
@@ -53,11 +53,11 @@ def run(
     ] = None,
     as_module: AsModule = False,
 ) -> None:
-    """Run a program on amp_plugin without editing it. The exit code is the program's.
+    """Run a program with amp_plugin, without editing the program. The exit code is the program's.
 
     Until the process ends, torch.autocast, torch.amp.GradScaler, Accelerate's Accelerator and Lightning's
-    Trainer and Fabric use amp_plugin. So do the processes that the program starts. The program need not
-    import amp_plugin. With several processes: torchrun -m amp_plugin run train.py
+    Trainer and Fabric use amp_plugin. The same holds in processes that the program starts. The program need
+    not import amp_plugin. To train with several processes, use: torchrun -m amp_plugin run train.py
     """
     from amp_plugin.adapters.takeover import Takeover  # noqa: PLC0415 - for this command only
 
@@ -81,7 +81,7 @@ def run(
 
 @contextmanager
 def _noted(errors: list[BaseException]) -> Iterator[None]:
-    """Note the error that leaves the block."""
+    """Append the error that leaves the block to ``errors``."""
     try:
         yield
     except BaseException as error:
@@ -91,21 +91,22 @@ def _noted(errors: list[BaseException]) -> Iterator[None]:
 
 def report(
     script: Script,
-    page: Annotated[Path, typer.Option("--page", help="The page, an HTML file.")] = Path("run.html"),
+    page: Annotated[Path, typer.Option("--page", help="The HTML file to write.")] = Path("run.html"),
     arguments: Arguments = None,
     precision: Precision = None,
     rules: Rules = None,
     as_module: AsModule = False,
 ) -> None:
-    """Run a script and keep an HTML page about it up to date. The exit code is the script's.
+    """Run a script and write a run report, an HTML file, that is kept up to date.
 
-    The page shows the loss scale, skipped steps, gradient norms, how near gradients come to overflow, and the
-    module behind a skipped step. The script need not import amp_plugin: it runs as under `amp-plugin run`.
+    The report shows the loss scale, skipped steps, gradient norms, how near gradients come to overflow, and
+    the module in which the inf or nan of a skipped step arose. The script runs as with `amp-plugin run`, so
+    it need not import amp_plugin. The exit code is the script's.
     """
     run(script, arguments, precision, rules, page, as_module=as_module)
 
 
-_FIELDS: Final = {  # the fields of a row in JSON
+_FIELDS: Final = {  # the fields that identify a row in JSON
     "cast": ("module", "op", "argument", "kind", "before", "after"),
     "module": ("module",),
     "op": ("op",),
@@ -116,11 +117,14 @@ def casts(
     script: Script,
     arguments: Arguments = None,
     as_module: AsModule = False,
-    by: Annotated[Literal["cast", "module", "op"], typer.Option(help="What a row adds up.")] = "cast",
+    by: Annotated[
+        Literal["cast", "module", "op"], typer.Option(help="What one row of the table stands for.")
+    ] = "cast",
     every: Annotated[
         bool,
         typer.Option(
-            "--every", help="Give each module a row of its own. By default numbered siblings share a row."
+            "--every",
+            help="Give each module its own row. By default, modules that differ by a number share a row.",
         ),
     ] = False,
     as_json: AsJson = False,

@@ -1,1 +1,4 @@
-"""Find the op that makes a nan or inf, and how much each op rounds: diagnose, shadow_run, compare_runs."""
+"""Find the op that makes a nan or inf, and measure the rounding of each op.
+
+The public functions are diagnose, shadow_run, log_formats, record_run and compare_runs.
+"""

@@ -39,9 +39,9 @@ _HEADLINES: dict[Kind, str] = {
     "constant": "{op} wrote {held} on purpose, and no mask removed it",
     "function": "{op}, an autograd function of the program, made {held} outside torch's ops",
     "learning": "{lesson}",
-    "clip": "{op} clipped gradients that are still multiplied by the loss scale, {lesson}",
+    "clip": "{op} clipped gradients that are still multiplied by the loss scale of {lesson}",
     "order": "{op} was called {lesson}",
-    "dtype": "torch refused {what} of {dtypes}",
+    "dtype": "torch refused to run {what} because of the dtypes of its {dtypes}",
 }
 
 
@@ -91,7 +91,7 @@ class Finding:
             - ``"empty"``: The op computed a mean or variance of too few elements.
             - ``"divergence"``: The weights have grown too much.
             - ``"loss scale"``: The loss scale may be too large.
-            - ``"lost updates"``, ``"underflow"``, ``"no step"``: The model does not learn for this reason.
+            - ``"lost updates"``, ``"underflow"``, ``"no step"``: The reason why the model does not learn.
             - ``"data"``, ``"weight"``, ``"unwritten"``, ``"collective"``, ``"constant"``, ``"function"``,
               ``"dtype"``, ``"scaled clip"``, ``"order"``: These causes say the same as ``kind``.
         op: The full name of the op, for example ``"aten::exp.default"``. For the kind ``"order"``, the name
@@ -171,7 +171,7 @@ class Finding:
             source=self.source or culprit or "(without a name)",
             lesson=self.lesson,
             what=self.op or "a line",
-            dtypes=self.lesson or "tensors for their dtypes",
+            dtypes=f"inputs, {self.lesson}" if self.lesson else "tensors",
         )
 
     def rows(self) -> Iterator[tuple[str, str]]:

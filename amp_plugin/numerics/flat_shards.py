@@ -1,4 +1,4 @@
-"""The weights that FullyShardedDataParallel (FSDP1) has flattened, and which part of each this rank holds."""
+"""Find the weights that FullyShardedDataParallel (FSDP1) has flattened, and this rank's part of each."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def is_flat_unit(module: nn.Module) -> bool:
 
 
 def flat_shards(unit: Any) -> Iterator[tuple[Tensor, nn.Module, str, slice, Callable[[Tensor], Part]]]:
-    """Yield the parts that this rank holds of the weights in an FSDP1 unit.
+    """Yield this rank's parts of the weights in an FSDP1 unit.
 
     Yields:
-        The parameter that the optimizer has: the weight if ``use_orig_params`` is set, else the unit's flat
-        parameter. The module of the weight. The name of the weight in this module. The elements of the
-        flattened parameter that belong to the weight. A function that describes this part, as in
-        ``shares_of``.
+        Tuples with five entries. The first is the parameter that the optimizer has, which is the weight if
+        ``use_orig_params`` is set, and otherwise the unit's flat parameter. The others are the module of the
+        weight, its name in this module, the slice of the flat parameter that holds the part, and a function
+        that describes the part, as in ``shares_of``.
     """
     flat = unit._flat_param
     if flat is None:  # the unit has no weights of its own
@@ -48,9 +48,9 @@ def _described(shape: Sequence[int], start: int, added: Sequence[str], exact: Te
 
     Args:
         shape: The shape of the whole weight.
-        start: The position of the part in the flattened weight.
-        added: The names of the mesh dimensions over which the parts add up.
-        exact: The part, flattened, as it would be without rounding.
+        start: The index of the part's first element in the flattened weight.
+        added: The names of the mesh dimensions along which the parts are shards.
+        exact: The values that the flattened part would have without rounding.
     """
     places = torch.arange(start, start + exact.numel(), device=exact.device)
     part = replace(part_of(exact), shape=tuple(shape), sums={})
@@ -58,10 +58,10 @@ def _described(shape: Sequence[int], start: int, added: Sequence[str], exact: Te
 
 
 def mesh_of_unit(unit: Any) -> dict[Axis, int]:
-    """Return the dimensions along which the ranks of an FSDP1 unit are arranged, and this rank's place.
+    """Map the mesh dimensions of an FSDP1 unit to the coordinates of this rank.
 
-    They are ``shards``, and ``replicas`` before it if the strategy is hybrid. If each rank holds whole
-    weights, there are only ``replicas``.
+    The dimension ``shards`` exists if weights are sharded. The dimension ``replicas`` exists if the strategy
+    is hybrid or weights are not sharded.
     """
     own, between = unit.process_group, getattr(unit, "_inter_node_pg", None)
     if unit.sharding_strategy.name == "NO_SHARD":

@@ -30,8 +30,8 @@ There is only one right way to combine gradients that reach the optimizer. Their
 gradient, and along all other mesh dimensions the ranks must have equal gradients. A gradient that was reduced
 in a coarser dtype should be reported. So for gradients, only the rounding in the single process is allowed.
 
-If the two runs drew different random numbers for a result, it is not judged. Neither are the results that are
-computed from it.
+A result is not judged if the two runs drew different random numbers for it, or if it is computed from such a
+result.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Find out why a model does not learn although all numbers are finite.
 
-The reasons are: no optimizer step, updates that the weights' dtype loses, and gradients that underflow.
+Three reasons are checked. They are a missing optimizer step, updates that are lost to rounding in the dtype
+of the weights, and gradients that underflow.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from amp_plugin.numerics.values import PLAIN, ShadowValues, Storages, is_low_pre
 from amp_plugin.precision import short_name
 from amp_plugin.scaling.gradients import params_of
 
-_ENOUGH = 3  # the number of steps or backward passes after which a reason is reported
-_LOST = 0.5  # report lost updates if more than this share of the elements did not change
-_UNDERFLOWED = 0.25  # report underflow if more than this share of fp16 gradients is 0 only in fp16
+_ENOUGH = 3  # a reason is reported after this many steps or backward passes
+_LOST = 0.5  # lost updates are reported if more than this fraction of the elements did not change
+_UNDERFLOWED = 0.25  # underflow is reported if more than this fraction of fp16 gradients is 0 only in fp16
 
 _WIDE = ShadowValues(torch.float32)
 
-# Maps a cause, or a cause and one case of this cause, to what was measured and what to do.
+# Maps a cause, or a cause and a special case of it, to a text on what was measured and to advice.
 _REASONS = {
     "no step": (
         "no optimizer took a step in {passes} backward passes",
@@ -35,39 +36,45 @@ _REASONS = {
     ),
     "no step, no gradients": (
         "no parameter had a gradient in any of {steps} optimizer steps",
-        "give the optimizer the loss's parameters; look for detach(), no_grad(), item() and torch.tensor().",
+        (
+            "give the optimizer the parameters that the loss depends on, and look for detach(), no_grad(), "
+            "item() and torch.tensor() on the way to the loss, which cut off gradients."
+        ),
     ),
     "lost updates": (
         (
-            "in {steps} steps {updates:.0%} of the elements with a gradient did not change: {dtype} loses "
-            "the updates"
+            "in {steps} steps, {updates:.0%} of the elements with a gradient did not change, because their "
+            "updates are lost to rounding in {dtype}"
         ),
-        "store the weights exactly: fp32 weights under autocast, or store_weights(model, optimizer).",
+        (
+            "keep the weights in fp32 under autocast, or call store_weights(model, optimizer), which keeps "
+            "the bits that 16-bit weights lose."
+        ),
     ),
     "underflow": (
-        "{underflow:.0%} of the fp16 gradients' elements are 0 and would not be in fp32",
+        "{underflow:.0%} of the elements of fp16 gradients are 0, but would not be 0 in fp32",
         "scale the loss with a GradScaler, which finds the scale by itself, or use bf16.",
     ),
 }
 
 
 class Learning:
-    """Counts the elements that steps and backward passes lose by rounding."""
+    """Counts the elements whose update or gradient is lost to rounding."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._before: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
-        self._updates, self._underflow = [0, 0], [0, 0]  # the number of lost elements, and of all elements
+        self._updates, self._underflow = [0, 0], [0, 0]  # (number of lost elements, number of all elements)
         self._steps_with_gradients = 0
         self._leaves: set[int] = set()  # the ids of parameters that got a gradient before the first step
-        self._has_optimizer: bool | None = None  # whether an optimizer has one of them; searched once
+        self._has_optimizer: bool | None = None  # whether an optimizer has one of these parameters
         self._dtype = torch.bfloat16
         self._stepped_at: tuple[Place | None, Place | None] = (None, None)
-        self._new: Storages[Site] = Storages()  # where torch.tensor() was called
-        self._new_leaf: Site | None = None  # where the first such tensor that got a gradient was made
+        self._new: Storages[Site] = Storages()  # the call of torch.tensor() that made the storage
+        self._new_leaf: Site | None = None  # the call of torch.tensor() whose tensor first got a gradient
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """Copy the parameters whose updates may be lost by rounding."""
+        """Copy the parameters whose updates may be lost to rounding."""
         self._before[optimizer] = [
             (param, param.detach().clone())
             for group in optimizer.param_groups
@@ -87,7 +94,7 @@ class Learning:
                 self._dtype = param.dtype
 
     def after(self, call: Call, output: Any) -> None:
-        """Count the elements of an fp16 gradient that are 0 in fp16 and not in fp32."""
+        """Count the elements of an fp16 gradient that are 0, but would not be 0 in fp32."""
         if call.traits.base == "lift_fresh":
             self._new.set(output, call.site)
         if not call.is_backward:
@@ -103,7 +110,7 @@ class Learning:
         traits, results = call.traits, [made.tensor for made in call.made(output)]
         if traits.is_view or not call.is_repeatable or not any(map(_has_zeros, results)):
             return
-        if traits.written:  # the op has overwritten an input, so it cannot run again
+        if traits.written:  # an op that has overwritten an input cannot run again
             call.count_unmeasured()
             return
         exact = call.again(call.changed(_WIDE.plain, torch.float32), results) or ()
@@ -146,7 +153,7 @@ def _add(share: list[int], lost: Tensor, elements: Tensor) -> None:
 
 
 def _rounds(param: Tensor, optimizer: Optimizer) -> bool:
-    """Return whether a step rounds a parameter to 16 bits without keeping a remainder."""
+    """Return whether a step rounds a parameter to 16 bits without keeping the rounded-off bits."""
     if param.grad is None or not is_low_precision(param.dtype) or type(param) not in PLAIN:
         return False
     is_stochastic = bool(getattr(optimizer, "bf16_stochastic_round", False))

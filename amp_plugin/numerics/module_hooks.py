@@ -1,7 +1,7 @@
-"""Hooks that look at each call of a model's modules without any effect on the program.
+"""Hooks that see each call of a model's modules without any effect on the program.
 
-They are removed while torch.compile traces, so compiled code contains neither the hooks nor guards on them. A
-copy or a pickle of the model does not contain them either.
+The hooks are removed while torch.compile traces, so compiled code contains neither the hooks nor guards on
+them. A copy or a pickle of the model does not contain the hooks either.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from amp_plugin.patches import replaced
 from amp_plugin.patterns import clean_name
 
 OnCall = Callable[[str, nn.Module, Any, Any], None]
-"""A function of a module's name, the module, the inputs of a call (args and kwargs), and its output."""
+"""A function that is called with a module's name, the module, the inputs (args, kwargs) and the output."""
 
 _COMPILED: Final = "compiled"
 _SCRIPTED: Final = "scripted"
 
 
 def prefixes(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a prefix for the module names of each model, and the model.
+    """Yield each model with a prefix for the names of its modules.
 
-    For a single model the prefix is empty. For several models it is like ``Critic[1].``.
+    The prefix is empty for a single model. If there are several, a prefix looks like ``Critic[1].``.
     """
     for place, model in enumerate(models):
         yield (f"{type(model).__name__}[{place}]." if len(models) > 1 else ""), model
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing at a call. It replaces the function in a copy of the hooks."""
+    """Do nothing. A copy of the hooks calls this function instead of the user's."""
 
 
 class ModuleHooks:
-    """Calls a function at each call of a module, between ``open`` and ``close``.
+    """Calls a function each time a module is called, from ``open`` until ``close``.
 
-    The hook on a module is this object together with the module's name. A copy of it does nothing.
+    The hook on a module is this object together with the module's name. A copy of the object does nothing.
 
     Attributes:
-        unseen: The modules whose submodules cannot be hooked, with the reason: compiled, or scripted.
+        unseen: The names of modules whose submodules cannot have hooks, because the module is compiled or
+            scripted.
     """
 
     def __init__(self, models: Sequence[nn.Module], on_call: OnCall) -> None:
@@ -56,7 +57,7 @@ class ModuleHooks:
 
     def open(self) -> None:
         """Place the hooks."""
-        if "torch._dynamo" in sys.modules:  # if it is not loaded, nothing is compiled yet
+        if "torch._dynamo" in sys.modules:  # if dynamo is not loaded, nothing has been compiled
             from torch._dynamo.callback import callback_handler  # noqa: PLC0415 - slow to load
 
             starts, ends = callback_handler.start_callbacks, callback_handler.end_callbacks
@@ -72,7 +73,7 @@ class ModuleHooks:
 
     @untraced
     def __call__(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Pass the call of a module on to the function."""
+        """Call the function with the name, inputs and output of a module call."""
         if not is_compiling():
             self._on_call(name, module, (args, kwargs), output)
 
@@ -80,7 +81,7 @@ class ModuleHooks:
         return ModuleHooks((), _nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a built-in function that takes the arguments of a hook and does nothing."""
+        """Replace the hook in a pickle by a built-in function that does nothing."""
         return getattr, (nullcontext(), "__exit__")
 
     @untraced
@@ -91,7 +92,7 @@ class ModuleHooks:
     def _place(self, *_: object) -> None:
         self._take_off()
         self.unseen = []
-        known: set[int] = set()  # a module may be registered in several places
+        known: set[int] = set()  # ids of modules with a hook; a module may be registered in several places
         for prefix, model in prefixes(self._models):
             for name, module in self._visible(prefix.rstrip("."), model):
                 if id(module) in known:
@@ -106,7 +107,10 @@ class ModuleHooks:
                     self._placed.enter_context(replaced(module, "_compiled_call_impl", seen))
 
     def _visible(self, name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the names and modules whose calls Python sees. Modules inside a compiled one are left out."""
+        """Yield the modules whose calls run in Python, with their names.
+
+        Modules inside a compiled module are left out.
+        """
         if isinstance(module, torch.jit.ScriptModule):
             self.unseen.append(f"{_shown(name)} ({_SCRIPTED})")
             return
@@ -128,7 +132,7 @@ def _shown(name: str) -> str:
 
 
 def _then(call: Callable[..., Any], module: nn.Module, hook: Callable[..., None]) -> Callable[..., Any]:
-    """Return a function that calls a module and then a hook."""
+    """Return a function that calls a module and then calls a hook with its inputs and output."""
 
     def seen(*args: Any, **kwargs: Any) -> Any:
         output = call(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Names of modules of one implementation of a model as another implementation calls them."""
+"""Translate the names of modules between two implementations of one model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-# Modules that wrappers put between a module and its parent.
+# Names of modules that a wrapper inserts between a module and its parent.
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _NOT_A_MAPPING = (
     "{path} is not a mapping of names; write a YAML file with lines such as: "
@@ -16,13 +16,13 @@ _NOT_A_MAPPING = (
 
 
 class ModuleNames:
-    """Turns module names of the second run into names of the first.
+    """Translates the module names of the second run into those of the first run.
 
-    A name stands for a module and everything below it. ``*`` stands for one part of a name, such as the
-    number of a layer. The longest name that fits counts.
+    A name stands for a module and all its submodules. ``*`` stands for one part of a name, such as the number
+    of a layer. If several names fit, the longest one counts.
 
     Args:
-        names: maps names of the first run to names of the second run.
+        names: Maps module names of the first run to module names of the second run.
 
     Example:
         >>> names = ModuleNames({"GPT.layers.*.mlp": "Net.blocks.*.feed_forward"})
@@ -36,7 +36,7 @@ class ModuleNames:
         for second, first in pairs:
             if second.count("*") != first.count("*"):
                 pair = f"{'.'.join(first)} and {'.'.join(second)}"
-                msg = f"{pair} have different numbers of *; give as many to both"
+                msg = f"{pair} have different numbers of *; both names need the same number"
                 raise ValueError(msg)
         self._pairs = sorted(pairs, key=lambda pair: -len(pair[0]))
 
@@ -45,7 +45,7 @@ class ModuleNames:
         """Read a YAML or JSON file with a mapping.
 
         Raises:
-            ValueError: the file does not contain a mapping from texts to texts.
+            ValueError: The file does not contain a mapping from strings to strings.
         """
         try:
             held = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -58,11 +58,11 @@ class ModuleNames:
         return cls(held)
 
     def inverted(self) -> ModuleNames:
-        """Return the object that turns names of the first run into names of the second."""
+        """Return a ``ModuleNames`` that translates names of the first run into names of the second run."""
         return ModuleNames({second: first for first, second in self._names.items()})
 
     def of(self, name: str) -> str:
-        """Return the name in the first run of a module, or of a weight, of the second run."""
+        """Return the name that a module or weight of the second run has in the first run."""
         parts = [part for part in name.split(".") if part not in _WRAPPED]
         for second, first in self._pairs:
             head = parts[: len(second)]

@@ -1,4 +1,4 @@
-"""Track which module runs, which weight a tensor is, how weights grow, and how far the program has come."""
+"""Track which module runs, which tensors are weights, how weights grow, and how many steps have run."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ _SHARDED = {"FSDPModule", "ReplicateModule"}
 
 
 class Tracker:
-    """Tracks calls of modules by hooks, and the steps of optimizers.
+    """Tracks the calls of modules by hooks, and counts passes and optimizer steps.
 
-    If a model is given, names of modules begin at it. Otherwise they begin with the class of the outermost
-    module that is called. Wrappers such as DistributedDataParallel are left out of the names.
+    If a model is given, module names are paths in this model. Otherwise they begin with the class of the
+    outermost module that is called. Wrappers such as DistributedDataParallel are left out of the names.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.forward_passes = self.backward_passes = 0  # the number of passes that have begun
         self.steps = 0  # the number of optimizer steps that have ended
-        self.in_step = False  # whether an optimizer step runs now
-        self._passes_at_step = 0  # the number of backward passes at the end of the last step
+        self.in_step = False  # whether an optimizer step is running
+        self._passes_at_step = 0  # the number of backward passes up to the end of the last optimizer step
         self._is_over = False
-        self.sources: Storages[str] = Storages()  # from where a tensor was loaded
+        self.sources: Storages[str] = Storages()  # a text that says where a tensor was loaded
         self._model = None if model is None else _unwrapped(model)
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._weights: Storages[tuple[weakref.ref[Tensor], str]] = Storages()  # weights and their paths
-        self._norms: dict[str, float] = {}  # the norm of each parameter when it was first seen
+        self._weights: Storages[tuple[weakref.ref[Tensor], str]] = Storages()  # (weight, path) by storage
+        self._norms: dict[str, float] = {}  # the norm of each parameter when it was first measured
         self._running = threading.local()
         self._last_task = -1
 
     def open(self, stack: ExitStack) -> None:
-        """Register hooks, which the exit stack will remove."""
+        """Register hooks for all modules, which ``stack`` removes when it is closed."""
         if self._model is not None:
             self._name_tree(self._model, prefix="")
         stack.callback(register_module_forward_pre_hook(self._enter).remove)
         stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
 
     def current(self) -> str:
-        """Return the path of the innermost module that runs in this thread, or ``""`` outside modules."""
+        """Return the path of the innermost module running in this thread, or ``""`` outside modules."""
         module = self.running()
         return "" if module is None else self.name_of(module)
 
     def running(self) -> nn.Module | None:
-        """Return the innermost module that runs in this thread, or None outside modules."""
+        """Return the innermost module running in this thread, or None outside modules."""
         modules = self._modules()
         return modules[-1] if modules else None
 
     def name_of(self, module: nn.Module) -> str:
-        """Return the path of a module, or its class if it was never called."""
+        """Return the path of a module, or the name of its class if no path is known."""
         return self._names.get(module, _class_of(module))
 
     def address(self, path: str) -> tuple[str, str]:
-        """Return the class name of a module's model, and the module's path for ``get_submodule``."""
+        """Return the class name of the model, and the path of the module for ``model.get_submodule``."""
         if self._model is not None:
             return _class_of(self._model), path
         model, _, inner = path.partition(".")
@@ -83,7 +83,7 @@ class Tracker:
             prefix = self._names[model] if model in self._names else _class_of(model)
             self._name_tree(model, prefix=prefix)
             self._names.setdefault(module, prefix)
-            # The recomputation of a checkpoint in a backward pass does not count as a forward pass.
+            # Recomputation by activation checkpointing in a backward pass is not a forward pass.
             self.forward_passes += torch._C._current_graph_task_id() == -1
         modules.append(module)
 
@@ -93,7 +93,7 @@ class Tracker:
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         modules = self._modules()
-        if module in modules:  # modules inside that an error has ended are removed too
+        if module in modules:  # inner modules that were left by an error are removed too
             while modules.pop() is not module:
                 pass
 
@@ -108,12 +108,12 @@ class Tracker:
                     self._norms.setdefault(path, norm(tensor))
 
     def weight(self, tensor: Tensor) -> str:
-        """Return the path of the parameter or buffer with the tensor's storage, or ``""`` if none has it."""
+        """Return the path of the parameter or buffer with the same storage, or ``""`` if there is none."""
         found = self._weights.get(tensor)
         return found[1] if found else ""
 
     def growth(self) -> float:
-        """Return the largest factor by which a weight has grown since it was first seen."""
+        """Return the largest factor by which the norm of a weight has grown since it was first measured."""
         most = 1.0
         for reference, name in self._weights.alive() if self.steps else ():
             tensor, begun = reference(), self._norms.get(name, math.nan)
@@ -122,13 +122,16 @@ class Tracker:
         return most
 
     def in_backward(self, task: int) -> None:
-        """Count a backward pass at its first op. Autograd numbers the passes in increasing order."""
+        """Count a backward pass at its first op. Autograd gives each pass a larger number than the last."""
         if task > self._last_task:
             self._last_task = task
             self.backward_passes += 1
 
     def now(self) -> str:
-        """Say how far the program has come since the region began. Skipped steps do not count as steps."""
+        """Return a text that says how many passes and steps have run since the region began.
+
+        Skipped steps do not count.
+        """
         passes = {"forward pass": self.forward_passes, "backward pass": self.backward_passes}
         begun = [f"{name} {number}" for name, number in passes.items() if number]
         is_between = not self.in_step and self.backward_passes == self._passes_at_step
@@ -137,7 +140,7 @@ class Tracker:
         return ", ".join([*begun, step])
 
     def ends(self) -> None:
-        """Note that the program has ended, so that no further step will come."""
+        """Note that the program has ended, so that no optimizer step follows."""
         self._is_over = True
 
     def step_begins(self, _: Optimizer) -> None:
@@ -152,7 +155,7 @@ class Tracker:
 
 
 def _class_of(module: nn.Module) -> str:
-    """Return the name of a module's class, without the one that ``fully_shard`` puts before it."""
+    """Return the name of a module's class, not of the subclass that ``fully_shard`` makes."""
     kinds = type(module).__mro__
     return kinds[2 if kinds[1].__name__ in _SHARDED else 0].__name__
 
@@ -165,7 +168,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers that forward passes change in a block, such as the statistics of batch norm."""
+    """Restore buffers, such as the statistics of batch norm, to their values before the block."""
     before = [
         (part._buffers, name, buffer, buffer.detach().clone())
         for part in model.modules()
@@ -176,5 +179,5 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for own, name, buffer, value in before:
-                own[name] = buffer  # a forward pass may have replaced the tensor
+                own[name] = buffer  # a forward pass may have replaced the buffer by another tensor
                 buffer.copy_(value)

@@ -1,4 +1,4 @@
-"""Watch the ops of a program: a region is a dispatch mode that passes each call of an op to its observers."""
+"""Watch the ops of a program with a dispatch mode, which passes each call of an op to observers."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from amp_plugin.numerics.values import (
 )
 from amp_plugin.quiet_hooks import register_quiet_hook
 
-# The results of these ops share memory with an argument, although their schemas do not say so.
+# The results of these ops share memory with an argument, which their schemas do not tell.
 _VIEWS = frozenset({"_reshape_alias", "_unsafe_view", "alias", "detach", "set_"})
 
 # The namespaces of collectives.
 _OF_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 
-# The results of these ops are memory that has not been written yet.
+# These ops return memory that has not been written yet.
 _UNWRITTEN = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_",
      "_resize_output_", "resize_as_", "empty_quantized"}
@@ -68,45 +68,45 @@ _OVERWRITING = frozenset(
      "random_", "uniform_", "zero_"}
 )  # fmt: skip
 
-# The kernels of these ops call other ops, which autocast casts. Under a dispatch mode autocast would not see
-# these inner ops.
+# The kernels of these ops call other ops, which autocast casts.
+# Under a dispatch mode, autocast would not see these inner ops.
 _AUTOCAST_INSIDE = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
-_ASKED = "_callback_from_stance"  # torch calls this function at each call of a compiled function
+_ASKED = "_callback_from_stance"  # torch calls this whenever a compiled function is called
 
-# These ops have an argument half_to_float, which is an error for inputs that are not fp16.
+# These ops have an argument half_to_float. It must be False for inputs that are not fp16.
 _HALF_TO_FLOAT = frozenset({"_softmax", "_log_softmax"})
 
 
-# These ops read a workspace that the forward pass has made for its own dtype. With wider weights they would
-# write beyond its end.
+# These ops use a workspace that the forward pass allocated for its own dtype.
+# In a wider dtype, these ops would write beyond the end of this workspace.
 _READ_A_WORKSPACE = frozenset({"_cudnn_rnn_backward", "miopen_rnn_backward", "mkldnn_rnn_layer_backward"})
 
 
 class OpTraits:
-    """Facts on an op that are known before it runs, from its schema, its tags and the lists above."""
+    """Facts about an op that are known before it runs, from its schema, its tags and the lists above."""
 
     def __init__(self, op: OpOverload) -> None:
         self._op = op
 
     @cached_property
     def name(self) -> str:
-        """The full name: ``"aten::exp.default"``."""
+        """The full name of the op, such as ``"aten::exp.default"``."""
         return full_name(self._op._name)
 
     @cached_property
     def _packet(self) -> str:
-        """The name without namespace and overload: ``"exp_"``."""
+        """The name of the op without namespace and overload, such as ``"exp_"``."""
         return self.name.split("::")[1].split(".")[0]
 
     @cached_property
     def base(self) -> str:
-        """The name of the plain op, without the marks of in-place and foreach variants: ``"exp"``."""
+        """The name of the op without the marks of in-place and foreach variants, such as ``"exp"``."""
         return self._packet.removeprefix("_foreach_").removesuffix("_") or self._packet
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:
-        """The names of the arguments, in order."""
+        """The names of the op's arguments, in the order of the schema."""
         return tuple(argument.name for argument in self._op._schema.arguments)
 
     @cached_property
@@ -116,38 +116,38 @@ class OpTraits:
 
     @cached_property
     def overwritten(self) -> frozenset[str]:
-        """The names of the arguments that the op writes to and does not read."""
+        """The names of the arguments that the op writes to without reading them."""
         out = {argument.name for argument in self._op._schema.arguments if argument.kwarg_only}
         return self.written if self._packet in _OVERWRITING else self.written & out
 
     @cached_property
     def is_view(self) -> bool:
-        """Whether the op computes nothing and its results share memory with an argument."""
+        """Whether the op only returns a view of an argument."""
         return self._op.is_view or self._packet in _VIEWS
 
     @cached_property
     def is_unwritten(self) -> bool:
-        """Whether the results are memory that has not been written yet."""
+        """Whether the op returns memory that has not been written yet."""
         return self._packet in _UNWRITTEN
 
     @cached_property
     def partly_unwritten(self) -> tuple[int, ...]:
-        """The positions of results that only the backward pass uses, and that are written only in part."""
+        """The indices of results that only the backward pass uses, and of which the op writes a part."""
         return (1,) if self._packet == "_ctc_loss" else ()
 
     @cached_property
     def moves(self) -> bool:
-        """Whether the op copies elements and does not compute with them."""
+        """Whether the op only copies elements and does not compute with them."""
         return self._packet in _MOVING
 
     @cached_property
     def calls_in_block(self) -> bool:
-        """Whether the kernel calls other ops, which autocast casts."""
+        """Whether the op's kernel calls other ops, which autocast casts."""
         return self._packet in _AUTOCAST_INSIDE
 
     @cached_property
     def is_pointwise(self) -> bool:
-        """Whether each element of a result depends only on the elements at its position in the arguments."""
+        """Whether each element of a result depends only on the arguments' elements at the same position."""
         return torch.Tag.pointwise in self._op.tags or self.base in _IN_PLACE_OF_EACH
 
     @cached_property
@@ -157,7 +157,7 @@ class OpTraits:
 
     @cached_property
     def is_collective(self) -> bool:
-        """Whether the op exchanges data with other ranks. The data may arrive after the op has returned."""
+        """Whether the op exchanges data with other ranks. Its result may arrive after the op has returned."""
         return self._op.namespace in _OF_COLLECTIVES
 
     @cached_property
@@ -167,12 +167,12 @@ class OpTraits:
 
     @cached_property
     def may_draw(self) -> bool:
-        """Whether the op may draw random numbers. Attention does so if its dropout is not 0."""
+        """Whether the op may draw random numbers. Attention draws them if its dropout is not 0."""
         return torch.Tag.nondeterministic_seeded in self._op.tags
 
     @cached_property
     def is_repeatable(self) -> bool:
-        """Whether the op gives the same results for the same arguments."""
+        """Whether the op always gives the same results for the same arguments."""
         reads_workspace = self._packet in _READ_A_WORKSPACE
         return not (self.may_draw or self.is_collective or self.is_unwritten or reads_workspace)
 
@@ -185,12 +185,12 @@ class Argument:
     """A tensor among the arguments or results of an op."""
 
     name: str  # the name of the argument; empty for a result
-    index: int | None  # its index if the argument is a list of tensors; otherwise None
+    index: int | None  # the index of the tensor if the argument is a list of tensors; otherwise None
     tensor: Tensor
 
     @property
     def label(self) -> str:
-        """The name, with the index in the list."""
+        """The name of the argument, with the index if it is a list of tensors."""
         return self.name if self.index is None else f"{self.name}[{self.index}]"
 
     @property
@@ -200,23 +200,23 @@ class Argument:
 
     @cached_property
     def held(self) -> Held:
-        """The kinds of non-finite numbers in the tensor when the op runs."""
+        """The non-finite values that are in the tensor when the op runs."""
         return non_finite(self.tensor)
 
     @cached_property
     def summary(self) -> TensorSummary:
-        """A summary of the tensor when the op runs."""
+        """A summary of the tensor as it is when the op runs."""
         return summarise(self.tensor)
 
     @cached_property
     def values(self) -> Tensor | None:
-        """The real values when the op runs. None if they cannot be read or were not kept."""
+        """The tensor's real values when the op runs. None if the values cannot be read or were not kept."""
         return real_values(self.tensor)
 
     def keep(self, *, is_read: bool) -> None:
-        """Read the tensor before the op writes to its memory.
+        """Summarise the tensor before the op writes to its memory.
 
-        If ``is_read`` and an element is not finite, the values are copied.
+        If ``is_read`` is True and an element is not finite, the values are copied.
         """
         self.summary = summarise(self.tensor)
         is_odd = is_read and bool(self.summary.nan or self.summary.inf)
@@ -232,11 +232,10 @@ def _tensors(name: str, value: Any) -> list[Argument]:
 
 
 class Call:
-    """One call of an op. Every observer gets it.
+    """One call of an op, which is passed to every observer.
 
     Attributes:
-        rank: The rank that torch simulates in this process and whose call this is. None for the rank of the
-            process itself.
+        rank: The rank whose call this is, if torch simulates several ranks in this process. Otherwise None.
     """
 
     def __init__(
@@ -249,31 +248,34 @@ class Call:
     ) -> None:
         self._func, self._args, self._kwargs, self._region = func, args, kwargs, region
         self.rank = rank
-        self.node = torch._C._current_autograd_node()  # the node that runs it; None in a forward pass
-        self.kept: Any = None  # a note that an observer makes before the op runs, for use afterwards
-        self.read: tuple[Any, ...] = ()  # the fingerprints of the inputs, in a recorded run
+        self.node = torch._C._current_autograd_node()  # the node that calls the op; None in a forward pass
+        self.kept: Any = None  # data that an observer keeps until the op has run
+        self.read: tuple[Any, ...] = ()  # the fingerprints of the inputs, if the run is recorded
 
     def keep(self, note: Any) -> None:
-        """Keep a note that an observer makes before the op runs, for use afterwards."""
+        """Keep data of an observer until the op has run."""
         self.kept = note
 
     def keep_fingerprints(self, read: Iterator[Any]) -> None:
-        """Keep the fingerprints of the inputs, because the op may overwrite them."""
+        """Keep the fingerprints of the inputs, because the op may overwrite the inputs."""
         self.read = tuple(read)
 
     @property
     def traits(self) -> OpTraits:
-        """The facts on the op."""
+        """The facts about the op."""
         return traits_of(self._func)
 
     @cached_property
     def named(self) -> dict[str, Any]:
-        """The arguments by name."""
+        """Maps the names of the arguments to their values."""
         return {**dict(zip(self.traits.arguments, self._args, strict=False)), **self._kwargs}
 
     @cached_property
     def given(self) -> list[Argument]:
-        """The tensors among the arguments. addmm and similar ops do not read ``self`` if ``beta`` is 0."""
+        """The tensors among the arguments that the op reads or writes.
+
+        addmm and similar ops do not read ``self`` if ``beta`` is 0.
+        """
         unread = {"self"} if self._kwargs.get("beta") == 0 else ()
         read = [entry for entry in self.named.items() if entry[0] not in unread]
         return [argument for entry in read for argument in _tensors(*entry)]
@@ -284,7 +286,10 @@ class Call:
         return [argument for argument in self.given if not argument.is_discrete]
 
     def made(self, output: Any) -> list[Argument]:
-        """Return the arguments that the op has written, and its results except partly written ones."""
+        """Return the arguments that the op has written, and its results.
+
+        Results that are written only in part are left out.
+        """
         written = [argument for argument in self.given if argument.name in self.traits.written]
         known = {id(argument.tensor) for argument in written}
         known |= {id(output[position]) for position in self.traits.partly_unwritten}
@@ -294,7 +299,7 @@ class Call:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """The ranks of a collective's process group. Empty for other ops."""
+        """The ranks in the process group of a collective. Empty for other ops."""
         group, name = self.named.get("process_group"), self.named.get("group_name")
         if isinstance(name, str):
             group = vars(dist.distributed_c10d)["_resolve_process_group"](name)
@@ -320,32 +325,32 @@ class Call:
 
     @property
     def leaf(self) -> Tensor | None:
-        """The leaf to whose gradient autograd adds with this op. None for all other ops."""
+        """The parameter to whose gradient this op of autograd adds. None for all other ops."""
         adds = self.is_backward and self.node.name().endswith("AccumulateGrad")
         return self.node.variable if adds else None  # type: ignore[attr-defined]
 
     @cached_property
     def forward_site(self) -> Site | None:
-        """Where the forward op of a backward op ran. None in a forward pass, or if it is not known."""
+        """The place where the forward op of this backward op was called; None if it is not known."""
         return None if isinstance(self.node, BackwardCFunction) else self._region.sites.of(self.node)
 
     @cached_property
     def site(self) -> Site:
-        """Where the op was called. For a backward op it is where its forward op was called, if known."""
+        """The place where the op was called or, for a backward op, the place of its forward op if known."""
         around = self._region.sites.of(self.node)
         module = self._region.tracker.current() or (around.module if around else "")
         return self.forward_site or Site.here(self.traits.name, module)
 
     @property
     def forward_op(self) -> str:
-        """The name of the forward op, or of the autograd node of a user's autograd function."""
+        """The name of the forward op. For a user's autograd function, the name of its autograd node."""
         return str(self.node.name()) if self.forward_site is None else self.forward_site.op
 
     def sites_before(self) -> Iterator[Site]:
-        """Yield where the ops ran that made the last input, the latest op first.
+        """Yield the places of the ops that computed the last input, the latest op first.
 
-        For a backward op it is the last input of its forward op. Each op's first input is followed back as
-        far as autograd has recorded it.
+        For a backward op, the last input of its forward op counts. From each op, its first input is followed
+        back as far as autograd has recorded it.
         """
         node: Any = None if self.is_backward else self.arguments[-1].tensor.grad_fn
         if self.is_backward and self.node.next_functions:
@@ -359,7 +364,7 @@ class Call:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The Python numbers among the arguments, by name. Floats in lists are included."""
+        """Maps the names of arguments that are Python numbers to these numbers. Lists count, too."""
         found: dict[str, float] = {}
         for name, value in self.named.items():
             if isinstance(value, (list, tuple)):
@@ -370,14 +375,14 @@ class Call:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the op has tensor arguments and gives the same results for the same arguments."""
+        """Whether the op has tensor arguments, and another call with them would give the same results."""
         return self.traits.is_repeatable and bool(self.given)
 
     def changed(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Any, Any]:
-        """Return arguments for another run.
+        """Return changed arguments, with which the op can run again.
 
         Args:
-            change: A function that replaces each tensor. It must copy the tensors that the op writes.
+            change: A function that replaces each tensor. It must copy tensors to which the op writes.
             dtype: The dtype that replaces 16-bit dtypes and float32 among the arguments.
         """
         tensors: dict[int, Tensor] = {}
@@ -394,9 +399,9 @@ class Call:
         return ((*args[:2], False) if self.traits.base in _HALF_TO_FLOAT else args), kwargs
 
     def again(self, given: tuple[Any, Any], results: Sequence[Tensor]) -> list[Tensor] | None:
-        """Run the op on other arguments. Return its results if they have the shapes of ``results``.
+        """Run the op on other arguments, and return its results if they have the shapes of ``results``.
 
-        If the op fails, count it and return None.
+        If the op fails or the shapes differ, count the op as not measured and return None.
         """
         args, kwargs = given
         try:
@@ -411,7 +416,7 @@ class Call:
         return None
 
     def runs_in(self, dtype: torch.dtype) -> bool:
-        """Return whether the op runs on copies of its arguments with floating-point tensors in ``dtype``."""
+        """Return whether the op runs if its floating-point arguments are cast to ``dtype``."""
 
         def change(tensor: Tensor) -> Tensor:
             return tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
@@ -424,23 +429,23 @@ class Call:
         return True
 
     def count_unmeasured(self) -> None:
-        """Count the op as one that cannot run again, so that its results are taken as exact."""
+        """Count the op among those that cannot run again, and whose results are taken as exact."""
         self._region.unseen[self.traits.name] += 1
 
 
 _EVENTS = ("open", "step_begins", "step_ended", "before", "after", "failed")
-"""The events of a region. Each is the name of a method that the region calls on observers that have it.
+"""The events of a region. Each event is the name of a method that the region calls on its observers.
 
-``open(stack)``: register hooks, which the exit stack will remove. ``step_begins(optimizer)`` and
-``step_ended(optimizer)``: an optimizer step begins and ends. ``before(call)``: an op is about to run.
-``after(call, output)``: it has run. ``failed(call, error)``: it has raised an error.
+``open(stack)`` registers hooks, which the exit stack removes. ``step_begins(optimizer)`` and
+``step_ended(optimizer)`` are called around an optimizer step. ``before(call)`` is called before an op runs.
+``after(call, output)`` is called after an op has run, or ``failed(call, error)`` if it raised an error.
 """
 
 
 class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A region whose observers are called at each op of this thread, backward passes included.
+    """A region that calls its observers at each op of this thread, also in backward passes.
 
-    Compiled functions run eagerly in it.
+    Compiled functions run eagerly in the region.
     """
 
     supports_higher_order_operators = True
@@ -453,13 +458,13 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for event in _EVENTS
         }
         self._open = ExitStack()
-        self.has_compiled = False  # whether a compiled function was called (it runs eagerly in the region)
-        self._block_of_kernel = ""  # the device of the autocast block around the fused kernel that runs next
+        self.has_compiled = False  # whether a compiled function was called, which then ran eagerly
+        self._block_of_kernel = ""  # the device type of the autocast block around the next fused kernel
         self.sites = ForwardSites()  # where the ops of the forward passes were called
-        # How often an op could not run again, or the ops inside it could not be watched.
+        # Maps an op to how often it could not run again, or how often its inner ops could not be watched.
         self.unseen: Counter[str] = Counter()
-        self._simulated: tuple[int, ...] = ()  # the ranks that torch simulates around this region
-        self._owners: Storages[int] = Storages()  # the simulated rank to which a storage belongs
+        self._simulated: tuple[int, ...] = ()  # the ranks that torch simulates in this process, if any
+        self._owners: Storages[int] = Storages()  # maps a storage to the simulated rank that owns it
 
     def __enter__(self) -> Self:
         """Open the region."""
@@ -470,7 +475,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             ask = getattr(eval_frame, _ASKED, None)
-            if ask is None:  # a torch without this function: a compiled function may have been called
+            if ask is None:  # if torch lacks this function, a compiled function may have been called
                 self.has_compiled = True
             else:
                 stack.enter_context(patch.object(eval_frame, _ASKED, self._notes_compiled(ask)))
@@ -491,7 +496,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ended(error)
 
     def _notes_compiled(self, choose: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return torch's function for the stance, changed to note that a compiled function is called."""
+        """Wrap torch's function for the compiler's stance, so that it notes calls of compiled functions."""
 
         def choose_and_note(callback: Any) -> Any:
             self.has_compiled |= callback not in {None, False}
@@ -500,7 +505,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return choose_and_note
 
     def _as_in_block(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a fused op whose inner ops are cast by the open autocast block, as without this region."""
+        """Wrap a fused op, so that autocast casts its inner ops as it does outside of this region."""
 
         def run_in_block(first: Tensor, *args: Any, **kwargs: Any) -> Any:
             device = first.device.type
@@ -517,10 +522,13 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tell(event, optimizer)
 
     def ended(self, error: BaseException | None) -> None:
-        """Finish when the region is closed. ``error`` is the error that ended the program, or None."""
+        """Do what is left to do when the region is closed.
+
+        ``error`` is the error that ended the block, or None.
+        """
 
     def tell(self, event: str, *what: Any) -> None:
-        """Call the observers' methods for an event. The ops that they call are not watched."""
+        """Call the observers' methods for an event. Ops that the observers call are not watched."""
         with unwatched():
             for hook in self._hooks[event]:
                 hook(*what)
@@ -528,9 +536,9 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an op, with calls of the observers before and after it. Ops on fake tensors are not watched."""
+        """Run an op, and call the observers before and after it. Ops on fake tensors are not watched."""
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):  # the ops inside its functions cannot be watched
+        if isinstance(func, HigherOrderOperator):  # ops inside the functions that it calls cannot be watched
             if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
                 self.unseen[str(func)] += 1
             return func(*args, **kwargs)
@@ -540,7 +548,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if wrapping:
             if any(issubclass(kind, FakeTensor) for kind in wrapping):
                 return func(*args, **kwargs)
-            return NotImplemented  # the subclass then calls ops on plain tensors, which come here
+            return NotImplemented  # the tensor subclass then calls ops on plain tensors, which are watched
         calls = self._calls(func, args, kwargs)
         self.sites.record(calls[0].traits.name, self.tracker.current())
         for call in calls:
@@ -549,7 +557,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
             device, self._block_of_kernel = self._block_of_kernel, ""
             with _in_block(device) if device else nullcontext():
                 output = func(*args, **kwargs)
-        except Exception as error:  # it is raised again, after the observers have been called
+        except Exception as error:  # the error is raised again after the observers were called
             self.tell("failed", calls[0], error)
             raise
         self._note_owners((args, kwargs), output, calls)
@@ -561,7 +569,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return bool(self._simulated) and is_local_tensor(kind)
 
     def _calls(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> list[Call]:
-        """Return the call of an op: one, or one for each rank that torch simulates."""
+        """Return the call of an op, or one call for each rank if torch simulates several ranks."""
         if not self._simulated:
             return [Call(func, args, kwargs, self)]
         given, ranks = (args, kwargs), [*self._simulated]
@@ -579,7 +587,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return calls
 
     def _note_owners(self, given: Any, output: Any, calls: Sequence[Call]) -> None:
-        """Note to which simulated rank the tensors of an op belong."""
+        """Remember the simulated rank to which each tensor of an op belongs."""
         if not self._simulated:
             return
         for held in local_tensors((given, output)):
@@ -592,7 +600,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_fake_on_ranks(values: Any) -> bool:
-    """Return whether the tensors of simulated ranks have no values: torch finds out shapes by them."""
+    """Return whether the tensors of simulated ranks are fake tensors, which only have shapes."""
     return any(isinstance(tensor, FakeTensor) for held in local_tensors(values) for tensor in held.values())
 
 
@@ -602,7 +610,7 @@ def is_watched() -> bool:
 
 
 def _in_block(device: str) -> AbstractContextManager[object]:
-    """Let autocast cast the ops that a kernel calls. Under a dispatch mode it would not."""
+    """Let autocast cast the ops that a kernel calls. Under a dispatch mode, autocast would not see them."""
     block = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(f"Autocast{device.upper()}"))
     excluded = torch._C._dispatch_tls_local_exclude_set() - block
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
@@ -610,10 +618,10 @@ def _in_block(device: str) -> AbstractContextManager[object]:
 
 @cache
 def _dispatches(kind: type) -> bool:
-    """Return whether a tensor type overrides ``__torch_dispatch__``. Lazy parameters do not."""
+    """Return whether a tensor type overrides ``__torch_dispatch__``. Lazy parameters do not override it."""
     return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
 
 
 def listed(ops: Mapping[str, int]) -> str:
-    """Return a text that lists ops and how often each was called."""
+    """Return a text that lists ops with the number of their calls."""
     return ", ".join(f"{name} ({count} {'call' if count == 1 else 'calls'})" for name, count in ops.items())

@@ -1,15 +1,17 @@
-"""The part of a tensor that one rank holds, in numbers that describe the whole tensor.
+"""Describe a rank's part of a tensor by numbers that can be combined with those of other ranks.
 
-Several ranks may hold the parts of one tensor of a single process. All numbers that are kept here are linear.
-So they can be combined later, when all ranks have written their files:
+A tensor of a single process may be spread over several ranks. The numbers that are kept here depend linearly
+on the tensor. So they can be combined later, when all ranks have written their files.
 
-    the tensor is split along a dimension: the sums over that dimension add up, in whatever order it is split
-    each rank has a partial sum: the sketches add up
-    each rank has a replica: the sketches are equal
+- If the tensor is split along a dimension, the ranks' sums over this dimension add up to the whole sum. The
+  order of the parts does not matter.
+- If each rank has a partial sum, the ranks' sketches add up to the sketch of the whole sum. (A sketch is a
+  short vector of random projections of a tensor.)
+- If each rank has a replica, the ranks' sketches are equal.
 
-A DTensor says which part it is; so do FSDP1, and the program for weights that it shards itself
-(shares.py). Then the sketch uses the positions in the whole tensor. The sketches of all parts add up to the
-sketch of the whole tensor, so a part in a wrong position is noticed.
+The position of a part in the whole tensor is known from a DTensor, from FSDP1, or from a program that shards
+its weights itself (see shares.py). If it is known, the sketch depends on the position. The sketches of all
+parts then add up to the sketch of the whole tensor, so a part in a wrong position is noticed.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from amp_plugin.numerics.values import real_values, sketch_of
 
 Dims = tuple[int, ...]
 
-_BUCKETS = 64  # buckets for a sum over dimensions; a sum with fewer elements is kept unchanged
-_MOST_VALUES = 16  # a tensor with at most so many elements is kept unchanged, too
-_MOST_DIMS = 4  # the most dimensions of a tensor that is also summed over pairs of dimensions
+_BUCKETS = 64  # a sum over dimensions that has more elements is replaced by a sketch of this length
+_MOST_VALUES = 16  # all elements of a tensor are kept if it has at most so many
+_MOST_DIMS = 4  # a tensor with at most so many dimensions is also summed over pairs of dimensions
 
 
 class Axis(NamedTuple):
@@ -40,22 +42,22 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A rank's part of a tensor, in numbers that add up over the ranks.
+    """A description of a rank's part of a tensor, by numbers that add up over the ranks.
 
     Attributes:
-        shape: the shape of the part, with the two parts of a complex number as a dimension more. For a part
-            of a flattened tensor, the shape of the whole tensor.
-        sums: for dimensions that are summed over, the sum that is left, or its sketch.
-        values: all elements, if they are few; else empty.
-        whole_shape: the shape of the whole tensor, if it is known; else empty.
-        whole: the sketch by places in the whole tensor; empty if they are not known.
-        added: names of the mesh dimensions over which the parts add up, by shards or by partial sums.
-        divided: by how much the sum of the parts is divided: the ranks, where a mean is due; else 1.
-        rounding: how far the numbers of this run are from those without rounding, relative.
-        is_random: whether the op draws random numbers.
-        is_made: whether the op reads no tensor.
-        group: for the result of a collective, the ranks that take part; else empty.
-        maker: for a gradient, the number of the record that made it; -1 if the record is not known.
+        shape: The shape of the part. A complex tensor has one more dimension, of size 2. If the part belongs
+            to a flattened tensor, this is the shape of the whole tensor.
+        sums: Maps dimensions of the tensor to the sum over these dimensions, or to a sketch of this sum.
+        values: All elements of the part if there are at most 16; else empty.
+        whole_shape: The shape of the whole tensor, if it is known; else empty.
+        whole: The sketch by positions in the whole tensor. Empty if the positions are not known.
+        added: The names of the mesh dimensions along which the parts are shards or partial sums.
+        divided: The number by which the sum of the parts is divided. It is above 1 only for a partial mean.
+        rounding: How far rounding has moved the part, as a relative difference from the exact values.
+        is_random: Whether the op draws random numbers.
+        is_made: Whether the op reads no tensor.
+        group: The ranks that take part in the collective; empty for all other ops.
+        maker: The index of the record whose op computed this gradient; -1 if it is not known.
     """
 
     shape: tuple[int, ...]
@@ -73,13 +75,13 @@ class Part:
 
 
 def part_of(exact: Tensor) -> Part:
-    """Return what a rank's part says about the whole tensor.
+    """Return the description of a rank's part of a tensor.
 
     Args:
-        exact: The part as it would be without rounding.
+        exact: The values that the part would have without rounding.
     """
     values = real_values(exact)
-    if values is None:  # integers and booleans are compared only if all ranks have the whole tensor
+    if values is None:  # integers and booleans can be compared only if each rank has the whole tensor
         return Part(shape=tuple(exact.shape), sums={})
     finite = torch.where(values.isfinite(), values, 0.0)
     is_small = finite.numel() <= _MOST_VALUES
@@ -108,15 +110,15 @@ def placed(
     added: Sequence[str] = (),
     divided: float = 1.0,
 ) -> Part:
-    """Return a part with its position in the whole tensor.
+    """Return the description of a part, extended by its position in the whole tensor.
 
     Args:
-        part: The part of ``exact``.
-        exact: The part as it would be without rounding.
-        places: The position of each element in the whole tensor, flattened: int64, ``[numel]``.
+        part: The description of ``exact``.
+        exact: The values that the part would have without rounding.
+        places: The index of each element in the flattened whole tensor, int64 of shape ``[numel]``.
         whole_shape: The shape of the whole tensor.
-        added: The names of the mesh dimensions over which the parts add up.
-        divided: By how much the sum of the parts is divided.
+        added: The names of the mesh dimensions along which the parts are shards or partial sums.
+        divided: The number by which the sum of the parts is divided.
     """
     whole = tuple(sketch_of(exact.reshape(-1), places).tolist())
     return replace(part, whole_shape=tuple(whole_shape), whole=whole, added=tuple(added), divided=divided)

@@ -1,4 +1,4 @@
-"""Find where an op was called: the line of the program and, in a backward pass, its forward op."""
+"""Find the line of the program that called an op or, in a backward pass, its forward op."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _STANDARD = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"
 _TYPED = ("<stdin", "<ipython-input-")
 _INSTALLED = ("site-packages", "dist-packages")
 
-# The files of functions that run between the program's code and a dispatch mode.
+# Functions in these files run between the program's code and a dispatch mode.
 _AROUND_OPS = (_OURS, str(Path(_TORCH, "_dynamo")), str(Path(_TORCH, "_compile.py")))
 
 _MACHINERY, _LIBRARY, _PROGRAM = range(3)
-_MOST = 500_000  # the number of sites that are kept; older nodes have run their backward long ago
+_MOST = 500_000  # so many sites are kept; the backward pass of older nodes has run long ago
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Place:
 
     @property
     def text(self) -> str:
-        """The source of the line without surrounding blanks, or ``""`` if it cannot be read."""
+        """The source code of the line without surrounding blanks, or ``""`` if it cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Place:
 
 
 def called_from(frame: FrameType | None = None) -> tuple[Place | None, Place | None]:
-    """Return the line that runs now, outside torch and this package.
+    """Return the innermost line that runs now, outside torch and this package.
 
     If it is in an installed library, also return the line of the program from which the library was called.
     """
@@ -58,7 +58,7 @@ def called_from(frame: FrameType | None = None) -> tuple[Place | None, Place | N
 
 
 def raised_from(trace: TracebackType | None) -> tuple[Place | None, Place | None]:
-    """Return the line that raised an error, outside torch and this package.
+    """Return the innermost line in a traceback, outside torch and this package.
 
     If it is in an installed library, also return the line of the program from which the library was called.
     """
@@ -66,15 +66,15 @@ def raised_from(trace: TracebackType | None) -> tuple[Place | None, Place | None
 
 
 def is_called_by_engine() -> bool:
-    """Return whether autograd's engine calls the running op from C++: in one of torch's nodes, or for DDP.
+    """Return whether autograd's engine calls the running op from C++, in one of torch's nodes or for DDP.
 
-    If a node or hook is written in Python, there is a Python frame between the engine and the op.
+    If a node or hook written in Python calls the op, there is a Python frame between the engine and the op.
     """
     if torch._C._current_graph_task_id() == -1:
         return False
     frames = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1)))
     caller = next((code for code in frames if not code.co_filename.startswith(_AROUND_OPS)), None)
-    # In a thread of the engine there is no frame of the program.
+    # A thread of the engine has no frame of the program.
     return caller is None or caller.co_name == "_engine_run_backward"
 
 
@@ -95,7 +95,10 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def place_in_trace(text: str) -> Place | None:
-    """Return the last line of a printed stack that is outside torch and this package, or None."""
+    """Return the last line of a stack trace, given as text, that is outside torch and this package.
+
+    Return None if there is no such line.
+    """
     frames = [match.groups() for match in _FRAME.finditer(text)]
     outside = [frame for frame in frames if _kind(frame[0]) is not _MACHINERY]
     return _place(outside[-1][0], int(outside[-1][1]), outside[-1][2]) if outside else None
@@ -112,33 +115,33 @@ def _kind(file: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where an op was called."""
+    """The place where an op was called."""
 
     op: str  # the full name of the op
     module: str  # the path of the module; empty outside modules
-    place: Place | None  # the line that called the op, outside torch and this package; None if there is none
-    caller: Place | None  # if place is in an installed library: the line of the program that called it
+    place: Place | None  # the line outside torch and this package that called the op; None if unknown
+    caller: Place | None  # the line of the program that called the library, if place is in a library
     in_block: bool  # whether an autocast block was open
 
     @classmethod
     def here(cls, op: str, module: str) -> Site:
-        """Return the site of an op that runs now."""
-        # Inside an op torch.is_autocast_enabled() is False, so the depth of nesting is read.
+        """Return the site of the op that is running."""
+        # torch.is_autocast_enabled() is always False inside an op, so the depth of nesting is read.
         depth = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
         return cls(op, module, *called_from(), depth > 1)
 
 
 class ForwardSites:
-    """The site of each op that autograd has recorded, by thread and the number of its node."""
+    """Keeps the site of each op that autograd has recorded, by the op's thread and autograd node."""
 
     def __init__(self) -> None:
         self._sites: dict[tuple[int, int], Site] = {}  # maps (thread, number of a node) to a site
-        # Maps a thread to the number of the last node before this object saw the thread.
+        # Maps a thread to the number of the last node that it made before this object was used in it.
         self._before: dict[int, int] = dict([self._latest()])
 
     def record(self, op: str, module: str) -> None:
-        """Record the site of the op that runs now, if autograd has just made a node for it."""
+        """Record the site of the running op, if autograd has just made a node for it."""
         key = self._latest()
         if key in self._sites or key[1] <= self._before.setdefault(*key):
             return
@@ -148,15 +151,15 @@ class ForwardSites:
                 del self._sites[old]
 
     def of(self, node: Any) -> Site | None:
-        """Return where the forward op of an autograd node was called. None if it is not known."""
+        """Return the place where the forward op of an autograd node was called. None if it is not known."""
         if node is None:
             return None
         number = node._sequence_nr()
         found = [self._sites[thread, number] for thread in self._before if (thread, number) in self._sites]
-        # If several threads have a node of this number, the right one is not known.
+        # If several threads have made a node with this number, it is not known which one is meant.
         return found[0] if len(found) == 1 else None
 
     @staticmethod
     def _latest() -> tuple[int, int]:
-        """Return the id of this thread, and the number of the last node that it made."""
+        """Return the id of this thread, and the number of the last autograd node that it made."""
         return threading.get_ident(), torch._C._autograd._get_sequence_nr() - 1

@@ -1,4 +1,4 @@
-"""The ranks of a recorded run as a mesh."""
+"""Arrange the ranks of a recorded run as a mesh."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from amp_plugin.numerics.recorded import Run
 
 
 class ProcessMesh:
-    """The ranks of a run as a mesh.
+    """The ranks of a run, arranged as a mesh.
 
     Args:
-        runs: The runs by rank. If a DTensor has given the mesh, its dimensions are used; else there is one
-            dimension, ``"ranks"``.
+        runs: Maps each rank to its run. If the run has recorded a device mesh, its dimensions are used.
+            Otherwise the mesh has the single dimension ``"ranks"``.
     """
 
     def __init__(self, runs: Mapping[int, Run]) -> None:
         known = max((run.mesh for run in runs.values()), key=len)
         axes = [*known]
         places = {rank: tuple(run.mesh.values()) for rank, run in runs.items()}
-        if len({len(place) for place in places.values()}) > 1:  # a rank that stopped before its first step
+        if len({len(place) for place in places.values()}) > 1:  # a rank may have ended before its first step
             axes, places = [], dict.fromkeys(runs, ())
         sharing: Counter[Coordinates] = Counter()
-        for rank, place in places.items():  # the mesh of weights may be one of several equal ones
+        for rank, place in places.items():  # several groups of ranks may have a mesh of this form each
             places[rank] = (sharing[place], *place)
             sharing[place] += 1
         outer = Axis("ranks" if not axes else "other ranks", max(sharing.values()))
@@ -41,7 +41,7 @@ class ProcessMesh:
         return self._places[rank]
 
     def axes_of(self, groups: Iterable[Sequence[int]]) -> tuple[Axis, ...]:
-        """Return the dimensions along which the ranks of some process groups are arranged."""
+        """Return the mesh dimensions along which ranks of the same process group differ."""
         found = []
         for number, axis in enumerate(self.axes):
             if any(

@@ -1,10 +1,10 @@
-"""The files of a recording: one file of a single process, or a folder with a file for each rank.
+"""Find and write the files of a recording, which is a single file or a folder with a file for each rank.
 
-A folder ``run.amp/`` holds ``rank-0.amp``, ``rank-1.amp`` and so on, and ``manifest.json``. The manifest has
-the format, the number of ranks, the dimensions of the device mesh if they are known, and the names of all
-files. Each rank writes the same manifest, so that it exists even if some ranks die. If a file of the manifest
-does not exist, its rank is missing. Each file is written under another name and then renamed, so a reader
-never finds a partial file.
+A folder ``run.amp/`` holds ``rank-0.amp``, ``rank-1.amp`` and so on, and ``manifest.json``. The manifest
+contains the format, the number of ranks, the dimensions of the device mesh if they are known, and the names
+of all files. Each rank writes the same manifest, so that it exists even if some ranks fail. A rank is missing
+if its file is in the manifest but does not exist. Each file is written under a temporary name and then
+renamed, so a reader never finds a partial file.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import torch.distributed as dist
 
 MANIFEST = "manifest.json"
 _FORMAT = "amp_plugin ranks 1"
-_ANOTHER_KIND = (
-    "{path} is {kind}, and this recording needs {other}; remove it, or give the recording another name"
-)
+_ANOTHER_KIND = "{path} is {kind}, but this recording needs {other}; remove it, or record to another path"
 
 
 def seat_of_process() -> tuple[int, int]:
-    """Return rank and number of ranks, from the process group or the launcher, or (0, 1) without them."""
+    """Return the rank of this process and the number of ranks.
+
+    Both come from the process group or the launcher's environment. If there is neither, return (0, 1).
+    """
     seats = [(0, 1)]
     rank, ranks = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     if rank.isdecimal() and ranks.isdecimal():
@@ -36,7 +37,7 @@ def seat_of_process() -> tuple[int, int]:
 
 
 def _replace(file: Path, save: Callable[[Path], object]) -> None:
-    """Write a file atomically: another process reads the old file or the new one, never a part."""
+    """Write a file atomically, so that another process never reads a partial file."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         save(partial)
@@ -49,8 +50,8 @@ class RankFile:
     """The file of one rank, which this process writes.
 
     Args:
-        path: path of the recording: the file itself, or the folder if there are several ranks.
-        seat: rank and number of ranks. By default they are those of this process.
+        path: The path of the recording. It is a folder if there are several ranks, otherwise a file.
+        seat: The rank and the number of ranks. By default, they are those of this process.
     """
 
     def __init__(self, path: Path, seat: tuple[int, int] | None = None) -> None:
@@ -69,13 +70,16 @@ class RankFile:
         return self._path / f"rank-{self._seat[0]}.amp" if self.has_other_ranks else self._path
 
     def settle(self) -> None:
-        """Find out the rank. If there are several, make the folder and remove an earlier file.
+        """Find out the rank and the number of ranks. If there are several ranks, make the folder.
 
-        A process group may be made after a recording has begun, and destroyed before it ends. Therefore this
-        is called more than once, and the largest number of ranks counts.
+        An earlier file of this rank in the folder is removed.
+
+        A process group may be made after a recording has begun, and destroyed before the recording ends.
+        Therefore this method is called more than once, and the largest number of ranks counts.
 
         Raises:
-            FileExistsError: ``path`` is a folder but a file is needed, or a file but a folder is needed.
+            FileExistsError: ``path`` is a folder although there is a single rank, or a file although there
+                are several ranks.
         """
         seat = self._given or seat_of_process()
         if seat[1] > self._seat[1]:
@@ -93,12 +97,15 @@ class RankFile:
             )
 
     def note_mesh(self, dimensions: Mapping[str, int]) -> None:
-        """Take note of a device mesh: the size of each dimension by name. The largest mesh counts."""
+        """Remember a device mesh, given by the sizes of its dimensions.
+
+        If this is called for several meshes, the mesh with most dimensions counts.
+        """
         if len(dimensions) > len(self._mesh):
             self._mesh = dict(dimensions)
 
     def write(self, save: Callable[[Path], object]) -> None:
-        """Write the file of this process with ``save``, a function that takes a path."""
+        """Write the file of this process by calling ``save`` with a path."""
         _replace(self.path, save)
         if self.has_other_ranks and self._mesh:
             self._write_manifest()
@@ -114,7 +121,7 @@ class RankFile:
 class RecordedFiles:
     """The files of a recording that exist."""
 
-    ranks: int  # number of ranks that took part
+    ranks: int  # the number of ranks that took part
     present: Mapping[int, Path]  # maps a rank to its file
 
     @property
@@ -124,10 +131,10 @@ class RecordedFiles:
 
     @classmethod
     def find(cls, path: Path) -> RecordedFiles:
-        """Find the files of a recording. If ``path`` is a file, that is the only one.
+        """Find the files of a recording. If ``path`` is a file, it is the only file.
 
         Raises:
-            ValueError: ``path`` is a folder, but not the folder of a recording.
+            ValueError: ``path`` is a folder that does not contain a recording.
         """
         if not path.is_dir():
             return cls(1, {0: path})
@@ -138,6 +145,9 @@ class RecordedFiles:
             msg = f"{path} is not the folder of a recorded run: its {MANIFEST} cannot be read"
             raise ValueError(msg) from error
         if not files:
-            msg = f"{path} is not the folder of a recorded run that this release reads: see its {MANIFEST}"
+            msg = (
+                f"{path} was recorded in a format that this release of amp_plugin does not read (see its "
+                f"{MANIFEST}); record the run again"
+            )
             raise ValueError(msg)
         return cls(len(files), {rank: file for rank, file in enumerate(files) if file.exists()})

@@ -1,4 +1,4 @@
-"""Record what one rank computes: the results of its ops, its gradients and its weights."""
+"""Record what one rank computes, namely the results of its ops, its gradients and its weights."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from amp_plugin.numerics.values import (
     real_values,
 )
 
-_SUMS = 64 * 2.0**-23  # rounding of sums that cancel, relative to the product of the two largest inputs
+# The rounding error of a sum in fp32 whose terms cancel, divided by the product of the two largest inputs.
+_SUMS = 64 * 2.0**-23
 
 
 class RankRecorder:
-    """Records what one rank computes, into its file.
+    """Records what one rank computes, and writes it to the file of this rank.
 
     Args:
         file: The file of the rank.
         shadows: The values that tensors would have without rounding.
-        tracker: Tells modules, weights and steps.
+        tracker: The tracker, which knows the names of modules and weights and counts steps.
 
     Attributes:
         file: The file of the rank.
@@ -46,10 +47,11 @@ class RankRecorder:
 
     def __init__(self, file: RankFile, shadows: ShadowValues, tracker: Tracker) -> None:
         self.file, self._shadows, self._tracker = file, shadows, tracker
-        self._made: Storages[int] = Storages()  # numbers of the records that made them
-        # Collectives whose results no op has read yet. A result may not have arrived when the op returns.
+        self._made: Storages[int] = Storages()  # the index of the record whose op wrote the storage
+        # The collectives whose results no op has read yet. A result may arrive after the op has returned.
         self._exchanged: Storages[Call] = Storages()
-        # rounding of what ranks exchanged, relative: by storage, and by weight of what DDP puts into buckets
+        # The relative rounding error of tensors that this rank passed to a collective.
+        # The dict is by weight, for gradients that DDP puts into its buckets.
         self._taken: Storages[float] = Storages()
         self._taken_of_weights: dict[str, float] = {}
         self.run = Run([], {}, {}, {}, parts={}, mesh={})
@@ -58,28 +60,31 @@ class RankRecorder:
         """Write the records so far.
 
         Args:
-            unmeasured: How often each op did not run in fp64.
-            is_whole: Whether the region has ended without an error.
+            unmeasured: Maps each op to how often it could not run in fp64.
+            is_whole: Whether the recorded region has ended without an error.
         """
         kept = self.run._replace(unmeasured=unmeasured, is_whole=is_whole)
         self.file.write(lambda path: torch.save((FORMAT, *kept), path))
 
     def write_step(self, unmeasured: dict[str, int]) -> None:
-        """If there are other ranks, write the records so far: a failure of another rank may end this one."""
+        """Write the records so far if there are other ranks, because their failure may end this process."""
         self._taken = Storages()
         self._taken_of_weights = {}
         if self.file.has_other_ranks:
-            with suppress(OSError):  # a disk that is full does not end the run; the end of the region says so
+            with suppress(OSError):  # if the disk is full, the error is raised at the end of the region
                 self.write(unmeasured, is_whole=False)
 
     def note_mesh(self, mesh: dict[Axis, int]) -> None:
-        """Take note of a device mesh: the place of this rank on each dimension. The largest mesh counts."""
+        """Remember a device mesh, which maps each dimension to the coordinate of this rank along it.
+
+        If this is called for several meshes, the mesh with most dimensions counts.
+        """
         if len(mesh) > len(self.run.mesh):
             self.run = self.run._replace(mesh=mesh)
             self.file.note_mesh(dict(mesh.keys()))
 
     def record_weight(self, share: Share) -> None:
-        """Record this rank's part of a weight, before its first step."""
+        """Record this rank's part of a weight before the first step of the weight."""
         name, weight, describe = share
         values = real_values(weight)
         if name in self.run.weights or values is None:
@@ -96,7 +101,7 @@ class RankRecorder:
             return
         self._arrives(gradient, name)
         module, _, own_name = name.rpartition(".")
-        # by a collective, so that all rounding before it is in the numbers
+        # If a collective made the gradient, rounding before the collective cannot be separated from it.
         exchanged = self._taken.get(gradient)
         taken = 0.0 if exchanged is None else max(exchanged, self._taken_of_weights.get(name, 0.0))
         site = Site(f"gradient of {own_name}", module, None, None, in_block=False)
@@ -106,11 +111,11 @@ class RankRecorder:
         self._add(site, "backward", gradient, _coarsest([gradient]), part, taken=taken)
 
     def _maker_of(self, gradient: Tensor) -> int:
-        """Return the number of the record that made a gradient; -1 if it is not known."""
+        """Return the index of the record whose op computed a gradient, or -1 if it is not known."""
         made = self._made.get(gradient)
         if made is None:
             return -1
-        # Gradients in one flat tensor share its storage.
+        # All gradients in a flat tensor share one storage.
         return self.run.parts[made].maker if made in self.run.gradients else made
 
     def read_before(self, call: Call) -> None:
@@ -118,21 +123,24 @@ class RankRecorder:
         if not call.traits.is_collective:
             for argument in call.given:
                 self._arrives(argument.tensor)
-        if not call.traits.waits:  # what it waits for may be on its way
+        if not call.traits.waits:  # data that the op waits for may not have arrived
             call.keep_fingerprints(self._reads(call))
         if call.traits.is_collective:
             call.keep(self._rounding_of_inputs(call))
 
     def record_exchange(self, call: Call, results: Sequence[Tensor]) -> None:
-        """Note a collective. Its results are recorded when an op reads them."""
+        """Remember a collective, so that its results are recorded when an op reads them."""
         for result in results:
             self._taken.set(result, call.kept)
-            # The gradients in a bucket are recorded one by one, before the step.
+            # Gradients in a bucket of DDP are recorded one by one before the optimizer step.
             if not _is_of_bucket(call):
                 self._exchanged.set(result, call)
 
     def _arrives(self, tensor: Tensor, weight: str = "") -> None:
-        """Record the result of a collective when it is first read. For a gradient, ``weight`` is the name."""
+        """Record the result of a collective when it is first read.
+
+        If the result is a gradient, ``weight`` is the name of its weight.
+        """
         if (call := self._exchanged.get(tensor)) is None:
             return
         self._exchanged.discard(tensor)
@@ -150,13 +158,14 @@ class RankRecorder:
         Args:
             call: The call of the op.
             result: The result of the program.
-            exact: The result in fp64 on the same inputs. None if the op did not run in it.
+            exact: The result in fp64 on the same inputs. None if the op cannot run in fp64.
         """
         if call.traits.is_unwritten or not self._is_read(result):
             return
         site, tensors = replace(call.site, op=call.traits.name), [given.tensor for given in call.arguments]
         if _is_of_bucket(call):
-            if call.leaf is None:  # the order in which DDP empties a bucket depends on the other weights
+            # Copies out of a bucket are not recorded, because their order differs between runs.
+            if call.leaf is None:
                 taken = max((self._taken.get(tensor) or 0.0 for tensor in tensors), default=0.0)
                 self._taken.set(result, taken)
                 return
@@ -217,7 +226,7 @@ class RankRecorder:
                 yield fingerprint(self._shadows.of(tensor), -1 if made_by is None else made_by)
 
     def _is_read(self, tensor: Tensor) -> bool:
-        is_room = tensor.dtype is torch.uint8  # for a backward pass
+        is_room = tensor.dtype is torch.uint8  # memory that an op reserves for its backward pass
         return self._shadows.follows(tensor) and not is_room
 
     def _rounding(self, tensor: Tensor) -> float:
@@ -226,19 +235,22 @@ class RankRecorder:
 
 
 def _is_of_bucket(call: Call) -> bool:
-    """Whether DDP calls the op in C++, to fill or to empty its buckets of gradients."""
+    """Return whether DDP calls the op in C++ to fill or empty its buckets of gradients."""
     return (call.leaf is not None or not call.is_backward) and is_called_by_engine()
 
 
 def _coarsest(tensors: Sequence[Tensor]) -> torch.finfo | None:
-    """Return what is known of the dtype with the largest eps; None if all tensors are discrete."""
+    """Return ``torch.finfo`` of the dtype with the largest eps, or None if all tensors hold integers."""
     dtypes = [tensor.dtype for tensor in tensors]
     floats = [torch.finfo(dtype) for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     return max(floats, key=lambda info: info.eps, default=None)
 
 
 def _excess(call: Call, result: Tensor, exact: Tensor, coarsest: torch.finfo) -> float:
-    """Return an op's own error over what rounding its result, and sums in fp32 that cancel, may come to."""
+    """Return an op's own error, divided by the error that rounding explains.
+
+    Rounding explains the error of rounding the result, and of fp32 sums whose terms cancel.
+    """
     if not result.is_floating_point():
         return 0.0
     finite = exact.isfinite() & result.isfinite()

@@ -1,4 +1,4 @@
-"""The contents of a recording: results of ops, gradients and weights. Also the file that stores them."""
+"""The contents of a recording, which are results of ops, gradients and weights, and its file format."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from amp_plugin.numerics.parts import Axis, Part
 from amp_plugin.numerics.values import Fingerprint
 
 FORMAT = "amp_plugin run 8"
-_FORMAT_OF_RESULTS_ALONE = "amp_plugin run 5"  # this format has no weights and gradients
-_OF_EARLIER_RELEASES = "amp_plugin.numerics.compare."  # the module of these classes in earlier releases
+_FORMAT_OF_RESULTS_ALONE = "amp_plugin run 5"  # files of this format contain no weights and gradients
+_OF_EARLIER_RELEASES = "amp_plugin.numerics.compare."  # OpRecord was in this module in earlier releases
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,11 +28,11 @@ class Difference:
     op: str  # the op that made the result
     module: str = ""  # the path of the module; empty outside of modules
     line: str = ""  # the line of the program that calls the op; empty if unknown
-    relative: float  # the relative difference; in recorded runs, of the results without rounding
-    allowed: float  # the largest difference that is allowed
+    relative: float  # the relative difference; in recorded runs, between the results without rounding
+    allowed: float  # the largest difference that rounding explains
     reason: str = ""  # what else is known about the difference
     is_rounding: bool = False  # whether rounding explains it
-    ranks: tuple[int, ...] = ()  # the ranks that have the difference; empty if one process was recorded
+    ranks: tuple[int, ...] = ()  # the ranks on which the result differs; empty for a single process
     mesh: tuple[str, ...] = ()  # the dimensions of the device mesh along which the difference arises
 
     def __str__(self) -> str:
@@ -57,15 +57,15 @@ class OpRecord:
     direction: str  # "forward" or "backward"
     module: str  # the path of the module; empty outside of modules
     op: str  # the full name of the op
-    line: str  # the line that called the op, or its forward op; empty if unknown
+    line: str  # the line that called the op or, in a backward pass, its forward op; empty if unknown
     dtype: str  # the dtype of the result
     shape: tuple[int, ...]  # the shape of the result
     checksum: int  # a checksum of the result's bits
-    held: Fingerprint  # the result as it would be without rounding
-    reads: tuple[Fingerprint, ...]  # the inputs as they would be without rounding
-    eps: float  # eps of the coarsest dtype among the result and the inputs
-    excess: float  # the op's own error over what rounding its result once and sums in fp32 may come to
-    taken: float  # rounding of the inputs, where the result is taken as exact; else 0
+    held: Fingerprint  # the fingerprint of the result without rounding
+    reads: tuple[Fingerprint, ...]  # the fingerprints of the inputs without rounding
+    eps: float  # the eps of the coarsest dtype among the result and the inputs
+    excess: float  # the op's own error, divided by the error that rounding explains
+    taken: float  # the rounding error of the inputs, if the result had to be taken as exact; else 0
 
     @property
     def base(self) -> str:
@@ -84,35 +84,35 @@ class Weight(NamedTuple):
     dtype: str
     held: Fingerprint
     part: Part
-    is_constant: bool  # whether all elements are the same number
+    is_constant: bool  # whether all elements have the same value
 
 
 class Compared(NamedTuple):
     """The result of comparing two recordings."""
 
-    allowed: list[float]  # the difference that rounding explains, for each result that both have
-    only_first: int  # the number of results that only one of them has
+    allowed: list[float]  # the difference that rounding explains, for each result that both runs have
+    only_first: int  # the number of results that only the first run has
     only_second: int
-    differing: list[tuple[int, Difference]]  # (number of the result in the first recording, difference)
-    random: int = 0  # results not compared, because they depend on different random numbers
-    axes: tuple[Axis, ...] = ()  # the dimensions of the mesh, if one process is compared with several
+    differing: list[tuple[int, Difference]]  # (index of the result in the first recording, difference)
+    random: int = 0  # the number of results with different random numbers, which are not compared
+    axes: tuple[Axis, ...] = ()  # the dimensions of the mesh, if a single process is compared with ranks
 
 
 class Run(NamedTuple):
     """A recorded run of one process."""
 
     records: list[OpRecord]  # the results, in the order of the ops
-    unmeasured: dict[str, int]  # maps each op that did not run in fp64 to its count
-    weights: dict[str, Weight]  # the weights by name, before their first step
-    gradients: dict[int, str]  # maps the number of a gradient's record to the name of its weight
-    is_whole: bool = True  # whether the region ended without an error
-    # Maps the number of a record to what is known of the whole tensor. Empty in files of earlier releases.
+    unmeasured: dict[str, int]  # maps each op that could not run in fp64 to the number of its calls
+    weights: dict[str, Weight]  # maps the name of a weight to the weight before its first step
+    gradients: dict[int, str]  # maps the index of a gradient's record to the name of its weight
+    is_whole: bool = True  # whether the recorded region ended without an error
+    # Maps the index of a record to its part of the whole tensor. Empty in files of earlier releases.
     parts: dict[int, Part] = {}  # noqa: RUF012 - each recorder gives its own
     mesh: dict[Axis, int] = {}  # noqa: RUF012 - the rank's place on each dimension; empty without DTensors
 
     @classmethod
     def load(cls, path: Path) -> Run:
-        """Read a file. Nothing else is unpickled. Any other file raises a ValueError."""
+        """Read a recording without unpickling anything else. Any other file raises a ValueError."""
         kept, reason = None, None
         known = [OpRecord, Fingerprint, Weight, Part, Axis]
         moved = [(OpRecord, f"{_OF_EARLIER_RELEASES}OpRecord")]
@@ -135,7 +135,10 @@ class Run(NamedTuple):
         return max((record.step + 1 for record in self.records), default=0)
 
     def gradient_records(self) -> dict[tuple[int, str, int], OpRecord]:
-        """Return the records of gradients, by step, weight, and position among equal ones."""
+        """Map (step, name of the weight, count) to the record of a gradient.
+
+        The count is above 0 if a weight has several gradients in one step.
+        """
         counts: Counter[tuple[int, str]] = Counter()
         found = {}
         for number, name in self.gradients.items():

@@ -1,8 +1,8 @@
-"""Explain errors that torch raises for the dtypes of an op, or a scaler for the order of its calls.
+"""Explain errors about the dtypes of an op or about the order of a scaler's calls.
 
-If an op raises an error, it runs again on copies of its arguments: first in the widest of their dtypes, then
-in fp32. If it runs there, its dtypes were the reason for the error. This is reported only if the program ends
-with that error. An error that the program catches is not reported.
+If an op raises an error, it runs again on copies of its arguments, first in the widest of their dtypes and
+then in fp32. If one of these runs succeeds, the dtypes were the reason for the error. The reason is reported
+only if the error ends the program. An error that the program catches is not reported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from amp_plugin.scaling.gradients import params_of
 _ADVICE: Final = {
     "rule": "give {ops} the rule {rule} in the autocast block, or call .to(dtype) or float() on its inputs.",
     "in place": "an in-place op keeps the dtype of the tensor that it writes to: call .to(dtype) on the "
-    "other inputs of {op}, or make that tensor in their dtype.",
+    "other inputs of {op}, or create that tensor in the dtype of the other inputs.",
     "cast": "call .to(dtype) on the inputs of {op} so that their dtypes agree, or open an autocast block "
     "around it.",
     "function": "{op} ran in the backward pass of {function}, an autograd function of the program, where no "
@@ -41,8 +41,8 @@ _ADVICE: Final = {
     "line": "torch checked the dtypes in this line before it called an op: call .to(dtype) or float() on the "
     "inputs, or run the module in fp32.",
     "trace": "call .to(dtype) or float() on the tensors that this line reads so that their dtypes agree, or "
-    "run the module in fp32. `amp-plugin diagnose` instead of `amp-plugin run` names the op, and a rule for "
-    "it.",
+    "run the module in fp32. Run the script with `amp-plugin diagnose` instead of `amp-plugin run` to see "
+    "the op, and a rule for it.",
     "numpy": "NumPy has no bfloat16: call .float() before .numpy(), or evaluate in fp32, with the option "
     'eval_precision="fp32".',
     "unscale": "{names} float16, and so are the gradients, which lose values below 6e-8: keep the parameters "
@@ -53,7 +53,7 @@ for param in {name}.parameters():
     if param.requires_grad:
         param.data = param.data.float()
 """
-# Parts of the messages by which torch refuses dtypes before it calls an op.
+# Parts of torch's error messages about dtypes that are raised before an op is called.
 _REFUSES: Final = re.compile(
     r"same (data ?)?type|same dtype|[Uu]nsupported dtype|[Ll]ow precision dtypes|does not match weight dtype|"
     r"[Tt]ype promoting not supported|expected scalar type|must be either float or double"
@@ -62,12 +62,12 @@ _REFUSES: Final = re.compile(
 _UNSCALES: Final = "Attempting to unscale FP16 gradients"  # the error of a scaler, torch's or ours
 _NUMPY: Final = "Got unsupported ScalarType"  # the error of Tensor.numpy(), which is not an op
 
-# Words in the messages of ops that refuse dtypes, for when the op cannot run again in other dtypes.
+# Words in error messages of ops about dtypes. They are used if the op cannot run again in other dtypes.
 _OF_DTYPES: Final = re.compile(
     rf"{_REFUSES.pattern}|\bdtypes?\b|scalar type|\b(Half|BFloat16|b?float16)\b|HalfTensor|BFloat16Type"
 )
 
-# Maps a part of a scaler's message (torch's or ours) to the method, when it was called, and the mistake.
+# Maps a part of a scaler's error message to the method, when it was called, and the mistake.
 _ORDERS: Final = {
     "unscale_() is being called after step()": (
         "unscale_()",
@@ -87,11 +87,14 @@ _ORDERS: Final = {
 }
 
 Refused = tuple[BaseException, Finding]
-"""An error that an op raised for its dtypes, and the finding to report if the program ends with it."""
+"""An error that an op raised because of dtypes, and the finding to report if this error ends the program."""
 
 
 def refused(tracker: Tracker, call: Call, error: BaseException) -> Refused | None:
-    """Run an op that raised an error again in other dtypes. Return None if its dtypes were not the reason."""
+    """Run an op that raised an error again in other dtypes.
+
+    Return None if the dtypes were not the reason for the error.
+    """
     dtypes = {given.tensor.dtype for given in call.arguments}
     if not isinstance(error, (RuntimeError, TypeError)) or not dtypes:
         return None
@@ -106,7 +109,7 @@ def refused(tracker: Tracker, call: Call, error: BaseException) -> Refused | Non
 
 
 def _finding(tracker: Tracker, call: Call, rule: str) -> Finding:
-    """Describe an op that runs under a rule, but not with the dtypes that it was given."""
+    """Describe an op that raised an error in the dtypes of its inputs, and that runs under an op rule."""
     site, node = call.site, call.node
     inputs = tuple(summarise(a.tensor, tracker.weight(a.tensor) or a.label) for a in call.arguments)
     is_in_place = bool(call.traits.written)
@@ -147,16 +150,16 @@ def _finding(tracker: Tracker, call: Call, rule: str) -> Finding:
         in_block=site.in_block,
         rule_names=names,
         lesson=" and ".join(dict.fromkeys(short_name(given.dtype) for given in inputs))
-        + ", whose kernel calls other ops in an autocast block" * call.traits.calls_in_block,
+        + ", and its kernel calls other ops, which autocast casts" * call.traits.calls_in_block,
     )
 
 
 def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException) -> Iterator[Finding]:
-    """Yield a finding if the error that ends the program is about dtypes or the order of a scaler's calls.
+    """Yield a finding if the program ends with an error about dtypes or the order of a scaler's calls.
 
     Args:
-        tracker: The tracker of the modules.
-        last: The last op that was refused for its dtypes.
+        tracker: The tracker, which knows the names of modules.
+        last: The last op that raised an error because of its dtypes, and its finding.
         error: The error that ends the program.
     """
     if last is not None and _is_same(last[0], error):
@@ -182,7 +185,7 @@ def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException
 
 
 def _out_of_order(error: BaseException) -> Finding | None:
-    """Return a finding if a scaler raised the error because of the order of its calls; else None."""
+    """Return a finding if a scaler raised the error because its methods were called in a wrong order."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_scalers = any(isinstance(frame.f_locals.get("self"), torch.amp.GradScaler) for frame in frames)
     order = next((order for part, order in _ORDERS.items() if part in str(error)), None)
@@ -239,9 +242,12 @@ def _in_float32(params: Sequence[Tensor], frames: Sequence[FrameType]) -> tuple[
 
 
 def finding_in_trace(error: BaseException) -> Finding | None:
-    """Return a finding for an error about dtypes from its traceback alone. None if it is another error.
+    """Return a finding for an error about dtypes, made from its traceback alone.
 
-    No op was watched while the program ran. So the finding names the line and the module, and not the op.
+    Return None if the error is not about dtypes.
+
+    This is used if no op was watched while the program ran. So the finding names the line and the module, but
+    not the op.
     """
     if (finding := _float16_gradients(error)) is not None:
         return finding
@@ -276,7 +282,7 @@ def _module_of(tracker: Tracker, trace: TracebackType | None) -> str:
 
 
 def _is_same(known: BaseException, error: BaseException) -> bool:
-    """Return whether an error is the known one, or was raised from it."""
+    """Return whether ``error`` is ``known``, or was raised from it."""
     cause: BaseException | None = error
     while cause is not None:
         if cause is known or (type(cause) is type(known) and str(cause) == str(known)):
@@ -286,7 +292,10 @@ def _is_same(known: BaseException, error: BaseException) -> bool:
 
 
 def _decorated(function: Any) -> tuple[Cure, ...]:
-    """Return lines that make an autograd function follow autocast. Empty if it has a ``setup_context``."""
+    """Return lines of code that make an autograd function follow autocast.
+
+    Return no lines if the function has a ``setup_context``.
+    """
     name = function.__qualname__
     if function.setup_context is not _SingleLevelFunction.setup_context or "<locals>" in name:
         return ()

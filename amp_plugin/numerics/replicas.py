@@ -1,11 +1,18 @@
 """Find gradients that should be the same on all ranks of one recording, but differ.
 
-for each weight: it is a replica if it had the same bits on all ranks before its first step
-    a constant weight, such as a new bias of zeros, can be equal by chance:
-        it is a replica if the other weights of its module are replicas
-for each step, in order: compare the gradients of the replicas between the ranks
-    they differ by more than rounding: one rank lacks an all-reduce, or has one too many
-stop at the first step with differences, and return them: those of later steps follow from them
+a weight is a replica if it had the same bits on all ranks before its first step
+
+a constant weight, such as a new bias of zeros, can be equal by chance
+
+    it is a replica if the other weights of its module are replicas
+
+for each step, in order
+
+    compare the gradients of each replica between the ranks
+
+    if they differ by more than rounding, an all-reduce is missing, or there is one too many
+
+    stop at the first step with differences, because differences in later steps follow from them
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ from amp_plugin.numerics.recorded import Weight
 
 
 def replicas_of(ranks: Sequence[Mapping[str, Weight]]) -> set[str]:
-    """Return the names of the weights that are copies of each other on all ranks."""
+    """Return the names of the weights of which each rank has a copy."""
     if len(ranks) < 2:
         return set()
     shared = set.intersection(*(set(weights) for weights in ranks))
@@ -39,7 +46,10 @@ def _module(weight: str) -> str:
 
 
 def unlike_the_others(checksums: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the ranks whose value differs from the majority's. Without a majority, return all ranks."""
+    """Return the ranks whose checksum differs from that of most ranks.
+
+    If no checksum is shared by more than half of the ranks, return all ranks.
+    """
     (common, count), *_ = Counter(checksums.values()).most_common(1)
     if 2 * count <= len(checksums):
         return tuple(checksums)

@@ -27,40 +27,40 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _ENTERED_INSIDE = (
-    "LocalTensorMode was entered inside record_run, which then cannot tell its ranks apart; enter it first: "
-    "with LocalTensorMode(4), record_run(path):"
+    "LocalTensorMode was entered inside record_run, which therefore cannot tell the simulated ranks apart; "
+    "enter the mode first, as in: with LocalTensorMode(4), record_run(path):"
 )
 
 
 class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
     """Record the results of each op in a region, into a file for ``compare_runs``.
 
-    If there are several ranks, each rank writes its own file. Then ``path`` is a folder with ``rank-0.amp``,
-    ``rank-1.amp`` and so on, and ``manifest.json``. Each rank also writes its file after each step, so a rank
-    that is killed leaves its earlier steps. In torch's ``LocalTensorMode`` one process writes the files of
-    all ranks. Enter the mode first.
+    If there are several ranks, each rank writes its own file, and ``path`` is a folder. The folder contains
+    ``rank-0.amp``, ``rank-1.amp`` and so on, and ``manifest.json``. Each rank also writes its file after each
+    step, so that the earlier steps of a rank that is killed are kept. In torch's ``LocalTensorMode``, one
+    process simulates all ranks and writes all their files. The mode must be entered before the recording.
 
-    A few hundred numbers are kept per tensor, which is about 5 kB per op. Each op runs twice more in fp64: on
-    its inputs, and on the inputs without rounding. The program's own results and random numbers do not
-    change. The region needs memory for the fp64 values of every live tensor. The file is written when the
-    region ends.
+    The recording keeps a few hundred numbers per tensor, which is about 5 kB per op. Each op runs twice more
+    in fp64, once on the program's inputs and once on the inputs of a run without rounding. The program's own
+    results and random numbers do not change. The region needs memory for the fp64 values of every live
+    tensor. The file is written when the region ends.
 
     Args:
         path: The path of the file, or of the folder if there are several ranks.
-        model: The model, which gives the module names. By default names begin with the outermost module that
-            is called.
+        model: The model from which module names are taken. By default, names begin with the class of the
+            outermost module that is called.
         steps: The number of optimizer steps to record. Later steps run without recording.
-        mesh: The device mesh of the ranks, if no weight is a DTensor that has it. Then ``compare_runs`` names
-            its dimensions.
-        placements: The placements on ``mesh`` of weights that the program shards itself: one placement of
-            ``torch.distributed.tensor`` for each dimension of the mesh, by the name of the weight. A name
-            begins as in a report, and ``*`` stands for any text. Then each shard is compared at its place in
-            the whole tensor. The shards of a weight must be equally large.
+        mesh: The device mesh of the ranks, whose dimensions ``compare_runs`` names. It is needed only if no
+            weight is a DTensor.
+        placements: The placements on ``mesh`` of weights that the program shards itself. The dict maps the
+            name of a weight to one placement of ``torch.distributed.tensor`` for each dimension of the mesh.
+            A name begins as in a report, and ``*`` stands for any text. With placements, each shard is
+            compared at its position in the whole tensor. All shards of a weight must have the same size.
 
     Raises:
         ValueError: ``steps`` is below 1, or ``placements`` does not fit ``mesh``.
-        FileExistsError: ``path`` is a folder although this process is the only one, or a file although there
-            are several ranks.
+        FileExistsError: ``path`` is an existing folder although there is a single rank, or an existing file
+            although there are several ranks.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
 
     @property
     def run(self) -> Run:
-        """The recording so far. If this process simulates several ranks, that of the first one."""
+        """The recording so far. If this process simulates several ranks, it is that of the first rank."""
         return next(iter(self._ranks.values())).run
 
     def open(self, _: ExitStack) -> None:
-        """Find the files to write."""
+        """Find out which files this process writes."""
         simulated = simulated_ranks()
         for rank in simulated or (None,):
             file = RankFile(self._path, None if rank is None else (rank, max(simulated) + 1))
@@ -105,7 +105,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         return {name: -(-count // len(self._ranks)) for name, count in self.unseen.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the file, the number of results and the number of steps, as values for JSON."""
+        """Return the path of the file, the number of results and the number of steps."""
         runs = [recorder.run for recorder in self._ranks.values()]
         first = next(iter(self._ranks.values()))
         results, steps = sum(len(run.records) for run in runs), max(run.steps for run in runs)
@@ -113,7 +113,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         return {"file": str(file), "results": results, "steps": steps}
 
     def report(self) -> str:
-        """Return the same as text."""
+        """Return the path of the file, the number of results and the number of steps as text."""
         return "{results} results of {steps} steps are in {file}".format(**self.to_dict())
 
     def step_begins(self, optimizer: Optimizer) -> None:
@@ -121,7 +121,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         if self.tracker.steps >= self._most:
             return
         for recorder in self._ranks.values():
-            with suppress(OSError):  # a folder that cannot be made: the end of the region says so
+            with suppress(OSError):  # if the folder cannot be made, the error is raised at the region's end
                 recorder.file.settle()
         flat = self._flat_shares()
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -149,7 +149,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         return flat
 
     def step_ended(self, _: Optimizer) -> None:
-        """If there are other ranks, write the records so far."""
+        """Write the records so far, if there are other ranks."""
         if self.tracker.steps < self._most:
             for recorder in self._ranks.values():
                 recorder.write_step(self._unmeasured())
@@ -169,7 +169,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
             super().after(call, output)
 
     def exchanged(self, call: Call, results: list[Tensor]) -> None:
-        """Note a collective, whose results are recorded when an op reads them."""
+        """Remember a collective, so that its results are recorded when an op reads them."""
         super().exchanged(call, results)
         if not call.traits.waits:
             self._ranks[call.rank].record_exchange(call, results)

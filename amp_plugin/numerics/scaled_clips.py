@@ -1,4 +1,4 @@
-"""Find calls of torch's clip functions that clip gradients before they are unscaled."""
+"""Find calls of torch's functions for gradient clipping that clip gradients before they are unscaled."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
-# torch.amp.GradScaler and ours. Under `amp-plugin run` torch's name means another class.
+# torch.amp.GradScaler and our GradScaler. `amp-plugin run` replaces torch.amp.GradScaler by another class.
 _SCALERS: Final = [kind for kind in GradScaler.__mro__ if {"step", "unscale_"} <= vars(kind).keys()]
-_MOST_LOOKS: Final = 20  # calls of one line that are checked at most; each check reads the loss scale
-# If the limit is larger than this and than 1 % of the loss scale, the user has multiplied it by the scale.
+# At most so many calls at one line are checked, because each check reads the loss scale from the device.
+_MOST_LOOKS: Final = 20
+# The user has multiplied the limit by the loss scale if it is above this and above 1 % of the scale.
 _LARGEST_LIMIT: Final = 10.0
 
 
@@ -39,7 +40,7 @@ def carries_scale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """Return whether the gradients of an optimizer are still multiplied by the scaler's loss scale."""
     if not scaler.is_enabled() or scaler._scale is None:
         return False
-    if isinstance(scaler, GradScaler):  # our scaler notices a read of _per_optimizer_states
+    if isinstance(scaler, GradScaler):  # reading _per_optimizer_states would have an effect on our scaler
         known = scaler.core.find(optimizer)
         return known is None or known.stage is OptState.READY
     state = scaler._per_optimizer_states.get(id(optimizer))
@@ -48,14 +49,15 @@ def carries_scale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Clip:
-    """A call of a clip function.
+    """A call of a function that clips gradients.
 
     Attributes:
         name: The name of the function.
-        limit: The limit that was given to it.
-        places: The lines that called it, as ``called_from`` returns them.
-        grad: A weak reference to one of the gradients, if no scaler knows their optimizer yet.
-        version: The version counter of this gradient after the clip.
+        limit: The limit to which the gradients are clipped.
+        places: The lines that called the function, as ``called_from`` returns them.
+        grad: A weak reference to one of the gradients. It is only set if no scaler has been called with their
+            optimizer yet.
+        version: The version counter of ``grad`` after the clip.
     """
 
     name: str
@@ -65,16 +67,17 @@ class _Clip:
     version: int = 0
 
     def unchanged(self) -> Tensor | None:
-        """Return the gradient, or None if it no longer exists or was written since the clip."""
+        """Return ``grad``, or None if the tensor no longer exists or was written to since the clip."""
         grad = self.grad()
         return grad if grad is not None and grad._version == self.version else None
 
 
 class ScaledClips:
-    """A region that reports each line that clips scaled gradients, that is, before they are unscaled.
+    """A region that reports each line that clips gradients before they are unscaled.
 
-    A scaler's first ``step`` or ``unscale_`` shows which optimizer it scales for. A clip before that is
-    remembered, and it is checked then. Later clips are checked when they are called.
+    The first ``scaler.step(optimizer)`` or ``scaler.unscale_(optimizer)`` shows that the scaler belongs to
+    the optimizer. Clips before this call are remembered, and checked at this call. Later clips are checked at
+    once.
     """
 
     def __init__(self, found: Callable[[Finding], None]) -> None:
@@ -83,11 +86,11 @@ class ScaledClips:
         self._early: list[_Clip] = []
         self._early_looks = 0
         self._looks: dict[tuple[Any, ...], int] = {}
-        self._is_inside = False  # whether a clip function runs now; it may call another one
+        self._is_inside = False  # whether a clip function runs now; one clip function may call another
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        """Replace torch's clip functions, and ``step`` and ``unscale_`` of scalers, by watched ones."""
+        """Patch torch's clip functions, and the methods ``step`` and ``unscale_`` of scalers."""
         with ExitStack() as stack:
             for kind in _SCALERS:
                 for name in ("step", "unscale_"):
@@ -106,7 +109,7 @@ class ScaledClips:
         self._early.clear()
 
     def _noted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a scaler's method that records with which optimizer it was called."""
+        """Wrap a scaler's method, so that it records the optimizer with which it is called."""
 
         @functools.wraps(method)
         def call(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +121,7 @@ class ScaledClips:
         return call
 
     def _watched(self, name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a clip function that is checked before it runs."""
+        """Wrap a clip function, so that its gradients are checked before it runs."""
         signature = inspect.signature(clip)
 
         @functools.wraps(clip)
@@ -128,7 +131,7 @@ class ScaledClips:
             bound = signature.bind(*args, **kwargs)
             params, limit, *_ = bound.arguments.values()
             if not isinstance(params, Tensor):
-                params = bound.arguments["parameters"] = list(params)  # a list, because it may be a generator
+                params = bound.arguments["parameters"] = list(params)  # params may be a generator
             params = [params] if isinstance(params, Tensor) else params
             self._is_inside = True
             try:
@@ -143,7 +146,10 @@ class ScaledClips:
         return watched
 
     def _look(self, name: str, params: list[Tensor], limit: Any) -> bool:
-        """Report a clip of scaled gradients. Return whether a scaler knows an optimizer of the parameters."""
+        """Report a clip of gradients that are not unscaled.
+
+        Return whether a scaler has been called with an optimizer of these parameters.
+        """
         ids, is_known = {*map(id, params)}, False
         for scaler, optimizers in list(self._optimizers.items()):
             for optimizer in list(optimizers):
@@ -155,7 +161,10 @@ class ScaledClips:
         return is_known
 
     def _remember(self, name: str, params: list[Tensor], limit: Any) -> None:
-        """Remember a clip of parameters that no scaler knows yet. Only the first clips are remembered."""
+        """Remember a clip of parameters whose optimizer no scaler has been called with.
+
+        Only the first 20 clips are remembered.
+        """
         grad = next((param.grad for param in params if param.grad is not None), None)
         if grad is None or grad.is_inference() or self._early_looks >= _MOST_LOOKS:
             return
@@ -166,7 +175,7 @@ class ScaledClips:
         self._early.append(clip)
 
     def _look_back(self, scaler: Any, optimizer: Optimizer) -> None:
-        """Report a remembered clip if a scaler is about to unscale these same gradients."""
+        """Report a remembered clip if a scaler is about to unscale the clipped gradients."""
         if not self._early:
             return
         early, self._early = self._early, []
@@ -174,7 +183,7 @@ class ScaledClips:
         for known in early:
             grad = known.unchanged()
             if grad is not None and id(grad) not in own:
-                self._early.append(known)  # it may belong to another optimizer
+                self._early.append(known)  # the gradient may belong to another optimizer
             elif grad is not None and carries_scale(scaler, optimizer):
                 self._tell(known, scaler, optimizer)
 
@@ -211,14 +220,14 @@ def _finding(clip: _Clip, scaler: Any, optimizer: Any, numbers: tuple[float, flo
         f"{shown[0]}.{own}({shown[1]}, ...) of amp_plugin.GradScaler. In a framework, use the framework's "
         "own clip.",
         cures=cures,
-        lesson=f"{scale:g}, to {limit:g}: that limits the true gradients to {limit / scale:.2g}",
+        lesson=f"{scale:g}: the limit of {limit:g} limits the true gradients to {limit / scale:.2g}",
     )
 
 
 def _names_of(wanted: Sequence[object], frame: FrameType | None) -> list[str]:
-    """Return the names of objects in the innermost frame of the program that has names for all these objects.
+    """Return the variable names of objects in the innermost frame of the program that has all of them.
 
-    If no frame has names for all these objects, return an empty list.
+    Return an empty list if no frame has variables for all these objects.
     """
     while frame is not None:
         if not str(frame.f_globals.get("__name__")).startswith(("amp_plugin.", "torch.")):

@@ -1,4 +1,4 @@
-"""Find the ops that lose precision: run each op of a program in fp32 or fp64 too, and compare the results."""
+"""Find the ops that lose precision by running each op of a program a second time in fp32 or fp64."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from amp_plugin.precision import short_name
 
 Key = tuple[str, str, str]  # module, op, direction
 
-# An arriving error stands out if it is above the first number, and above all earlier ones by the second.
+# The accumulated error of an op stands out if it is above _JUMP_TO and above _JUMP_BY times all earlier ones.
 _JUMP_TO, _JUMP_BY = 0.05, 10.0
 
 
 @dataclass(kw_only=True, slots=True)
 class Errors:
-    """The errors of one op in one module. The errors of the worst call are given.
+    """The errors of one op in one module. Each error is the largest over all calls.
 
     Attributes:
         calls: The number of calls that were compared.
-        own: The error that the op itself adds: the mean of |result - exact| / |exact| over the elements,
-            where ``exact`` is the result of the op in the wide dtype on the same inputs. A single rounding
-            gives a quarter of the dtype's eps. An element that underflows counts 1.
-        arriving: The error of all ops so far: norm(result - other) / norm(other), where ``other`` is the
-            result of the op in a run without rounding.
-        largest: The largest magnitude of a finite result.
-        narrow: The dtype of the results. If there are several, the one with the smallest range.
+        own: The error that the op itself adds. It is the mean of |result - exact| / |exact| over the
+            elements, where ``exact`` is the result of the op in the wide dtype on the same inputs. If the op
+            only rounds its result once, this error is about a quarter of the dtype's eps. An element that
+            underflows counts as 1.
+        arriving: The accumulated error of this op and of all ops before it. It is norm(result - exact) /
+            norm(exact), where ``exact`` is the result of the op in a run without rounding.
+        largest: The largest magnitude of a finite element of the results.
+        narrow: The dtype of the results. If there are several, the dtype with the smallest range.
         elements: The number of elements in all results.
-        underflowed: The number of elements that are 0 although the exact ones are not.
+        underflowed: The number of elements that are 0, although the exact result is not 0.
     """
 
     calls: int = 0
@@ -56,8 +57,8 @@ class Errors:
 
         Args:
             result: The result of the program.
-            exact: The result of the op in the wide dtype on the same inputs.
-            arriving: The result of the op in the run without rounding.
+            exact: The result that the op gives in the wide dtype on the same inputs.
+            arriving: The result that the op gives in a run without rounding.
         """
         values = result.to(exact.dtype)
         self.calls += 1
@@ -70,7 +71,10 @@ class Errors:
 
     @property
     def own_in_eps(self) -> float:
-        """The op's own error in units of its dtype's eps. 0.25 is a single rounding; 1 or more is worse."""
+        """The op's own error in units of its dtype's eps.
+
+        A single rounding gives about 0.25. An error of 1 or more means that the op itself loses digits.
+        """
         return self.own / torch.finfo(self.narrow).eps
 
     @property
@@ -79,7 +83,7 @@ class Errors:
         return math.log2(torch.finfo(self.narrow).max / self.largest) if self.largest else math.inf
 
     def cells(self) -> dict[str, str]:
-        """Return the texts of a table row, by column."""
+        """Map each column of the table to the text of this row."""
         return {
             "in": short_name(self.narrow),
             "calls": f"{self.calls:,}",
@@ -92,20 +96,20 @@ class Errors:
 
 
 def _told(key: Key, before: float, after: float) -> str:
-    """Return a sentence on an op after which the arriving error is much larger, and what to do."""
+    """Return a sentence about an op at which the accumulated error jumps, with advice."""
     where = f" in {key[0]}" if key[0] else ""
     cause = (
         "its inputs do not have enough digits; compute them in fp32"
         if math.isfinite(after)
         else "its result is not finite in 16 bits; compute it in fp32"
     )
-    return f"the arriving error jumps from {before:.1e} to {after:.1e} at {key[1]}{where}: {cause}"
+    return f"the accumulated error jumps from {before:.1e} to {after:.1e} at {key[1]}{where}: {cause}"
 
 
 def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
-    """Return the mean of |values - exact| / |exact| over the elements at which ``exact`` is finite.
+    """Return the mean of |values - exact| / |exact| over the elements of ``exact`` that are finite.
 
-    An element counts 1 at most.
+    Each element counts at most 1.
     """
     finite = exact.isfinite()
     values, exact = in_widest_float(values[finite]), in_widest_float(exact[finite])
@@ -115,23 +119,23 @@ def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
 
 
 class WideRun(Region):  # type: ignore[no-untyped-call]
-    """A region that runs each op twice more in a wide dtype.
+    """A region that runs each op twice more, in a wide dtype such as fp64.
 
-    One run gets the program's own inputs. The other run gets the inputs that a program without rounding would
-    have (the shadows).
+    The first additional run of an op gets the program's own inputs. The second gets the shadows of the
+    inputs, which are the values that a program without rounding would have.
     """
 
     def __init__(self, model: nn.Module | None, dtype: torch.dtype) -> None:
         self.shadows = ShadowValues(dtype)  # the values that tensors would have without rounding
         tracker = Tracker(model)
-        self.formats = FormatLog(tracker)  # measures layers in formats below 16 bits
+        self.formats = FormatLog(tracker)  # measures the layers that compute in formats below 16 bits
         super().__init__(tracker, self.formats, self)
 
     def before(self, call: Call) -> None:
-        """Prepare the arguments of both wide runs: the program's own values, and the shadows."""
+        """Prepare the arguments of both runs in the wide dtype, from the inputs and their shadows."""
         if call.traits.is_view or not call.is_repeatable:
             return
-        # Arguments that the op writes to are copied, because shadows are updated from the results.
+        # Arguments that the op writes to are copied, because shadows are only updated from results.
         shadows, copy = self.shadows, bool(call.traits.written)
 
         def arriving(tensor: Tensor) -> Tensor:
@@ -142,7 +146,7 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
         call.keep([call.changed(change, shadows.dtype) for change in (exact, arriving)])
 
     def after(self, call: Call, output: Any) -> None:
-        """Run the op twice in the wide dtype, compare, and write the shadows of the results."""
+        """Run the op twice in the wide dtype, compare its results, and write their shadows."""
         results = [made.tensor for made in call.made(output)]
         if call.traits.is_collective:
             self.exchanged(call, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
@@ -155,7 +159,7 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
             others = own and call.again(call.kept[1], results)
         elif not call.traits.is_unwritten and {a.name for a in call.arguments} - call.traits.overwritten:
             call.count_unmeasured()
-        if others is None:  # the op cannot run in the wide dtype, so its result is taken as exact
+        if others is None:  # an op that cannot run in the wide dtype has a result that is taken as exact
             own, others = None, results
         for number, result in enumerate(results):
             if self.shadows.follows(result):
@@ -164,9 +168,9 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
                     self.take(call, result, None if own is None else own[number])
 
     def exchanged(self, call: Call, results: list[Tensor]) -> None:
-        """Forget the shadows of a collective's results, which may not have arrived from other ranks yet.
+        """Drop the shadows of a collective's results, because the data may not have arrived yet.
 
-        When an op reads a result, it gets a new shadow that starts with its own values.
+        When an op reads such a result, the result gets a new shadow that starts with its own values.
         """
         if any(map(self.shadows.follows, results)) and not call.traits.waits:
             call.count_unmeasured()
@@ -179,12 +183,13 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
         Args:
             call: The call of the op.
             result: The result of the program.
-            exact: The result in the wide dtype on the same inputs. None if the op did not run in it.
+            exact: The result in the wide dtype on the same inputs. None if the op cannot run in the wide
+                dtype.
         """
 
 
 class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
-    """A region whose ops run in a wide dtype too. See ``shadow_run``."""
+    """A region whose ops also run in a wide dtype. See ``shadow_run``."""
 
     def __init__(self, model: nn.Module | None = None, *, dtype: torch.dtype = torch.float32) -> None:
         if dtype not in {torch.float32, torch.float64}:
@@ -200,16 +205,17 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
             self._errors.setdefault(key, Errors()).add(result, exact, self.shadows.of(result))
 
     def errors(self) -> dict[Key, Errors]:
-        """Return the errors of each (module, op, direction), the largest own error first."""
+        """Map each (module, op, direction) to its errors, sorted by the op's own error, the largest first."""
         return dict(sorted(self._errors.items(), key=lambda row: (-row[1].own, -row[1].arriving)))
 
     def jump(self) -> tuple[Key, float] | None:
-        """Return the forward op at which the arriving error grows most, or None if no op stands out.
+        """Return the forward op at which the accumulated error grows most, or None if no op stands out.
 
-        The ops are compared in the order in which they first ran: each with the largest error before it.
+        The ops are looked at in the order in which they first ran. The accumulated error of each op is
+        compared with the largest accumulated error before it.
 
         Returns:
-            The key of the op in :meth:`errors`, and the largest arriving error of the ops before it.
+            The key of the op in :meth:`errors`, and the largest accumulated error of the ops before it.
         """
         before, most, found = 0.0, 0.0, None
         for key, errors in self._errors.items():
@@ -223,7 +229,10 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         return found
 
     def told_jump(self) -> list[str]:
-        """Return a sentence on the op of :meth:`jump`, and lines to paste. Empty if no op stands out."""
+        """Return a sentence about the op of :meth:`jump`, and lines of code that help.
+
+        The list is empty if no op stands out.
+        """
         if (jump := self.jump()) is None:
             return []
         key, before = jump
@@ -234,20 +243,21 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         """Return the values that a tensor would have without rounding, as a copy in the wide dtype.
 
         Args:
-            tensor: A dense floating-point tensor. If no op of the region made it, its own values are copied.
+            tensor: A dense floating-point tensor. If no op in the region computed the tensor, its own values
+                are returned.
         """
         with unwatched():
             return self.shadows.of(tensor).clone()
 
     def not_compared(self) -> dict[str, int]:
-        """Return how often each op could not run in the wide dtype, so that its results count as exact."""
+        """Return how often each op could not run in the wide dtype. Its results were taken as exact."""
         return dict(self.unseen)
 
     def table(self, rows: int | None = 20) -> Table:
-        """Return a rich table of the errors, the largest own error first.
+        """Return a rich table of the errors, sorted by the op's own error, the largest first.
 
         Args:
-            rows: The number of rows. None shows all.
+            rows: The largest number of rows. None shows all rows.
         """
         errors = list(self.errors().items())
         table = Table("module", "op", "pass", title="Errors", box=None, pad_edge=False)
@@ -257,19 +267,19 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
             name = op.removeprefix("aten::").removesuffix(".default")
             table.add_row(module or "(no module)", name, direction, *found.cells().values())
         hidden = len(errors) - len(errors[:rows])
-        notes = [f"{hidden} rows with smaller errors"] if hidden else []
+        notes = [f"{hidden} more rows with smaller errors"] if hidden else []
         if not errors:
             notes = ["no op returned a 16-bit result: was the code in an autocast block?"]
         below = [f"{layer}, {operand}: {found}" for (layer, operand), found in self.formats.ranges().items()]
         notes += below[:rows]
         if self.not_compared():
-            notes.append(f"not measured, and taken as exact: {listed(self.not_compared())}")
+            notes.append(f"not measured, so their results count as exact: {listed(self.not_compared())}")
         notes += self.told_jump()
         table.caption = "\n".join(notes) or None
         return table
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as values that JSON can hold."""
+        """Return all errors as values that JSON can hold."""
         rows = [
             {"module": module, "op": op, "pass": direction, "headroom": errors.headroom, **as_json(errors)}
             for (module, op, direction), errors in self.errors().items()
@@ -279,29 +289,30 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
 
 
 def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.float32) -> ShadowRun:
-    """Run each op of a region in a wide dtype too, and measure how much precision 16 bits lose.
+    """Run each op of a region in a wide dtype too, and measure how much precision is lost in 16 bits.
 
     Each op runs three times:
 
-    1. as usual, for the program, whose results do not change;
-    2. in the wide dtype on the same inputs, which gives the error that the op itself adds;
-    3. in the wide dtype on the inputs of a run without rounding, which gives the error that has arrived.
+    1. The first run is the program's own, and its results do not change.
+    2. The second run is in the wide dtype on the same inputs. It shows the error that the op itself adds.
+    3. The third run is in the wide dtype on inputs without rounding. It shows the accumulated error.
 
-    Ops that return 16 bits are listed. The region needs memory for the wide values of every live tensor.
+    Only ops with 16-bit results are listed. The region needs memory for the wide values of every live tensor.
 
-    Some ops cannot be measured: random ops, collectives, and ops without a kernel for the wide dtype. Their
-    results count as exact, and ``not_compared()`` counts them. For a DTensor each rank measures its shard.
+    Random ops, collectives, and ops without a kernel for the wide dtype cannot be measured. The results of
+    these ops count as exact, and ``not_compared()`` returns their number. For a DTensor, each rank measures
+    its own shard.
 
     Args:
-        model: The model, which gives the module names. By default names begin with the class of the outermost
-            module that is called.
+        model: The model from which module names are taken. By default, names begin with the class of the
+            outermost module that is called.
         dtype: The wide dtype, ``torch.float32`` or ``torch.float64``.
 
     Returns:
-        A context manager. Read it with ``errors()``, ``table()`` and ``to_dict()``.
+        A context manager. Its methods ``errors()``, ``table()`` and ``to_dict()`` return the measurements.
 
     Raises:
-        ValueError: The dtype is another one.
+        ValueError: ``dtype`` is neither ``torch.float32`` nor ``torch.float64``.
 
     Example:
         >>> with shadow_run() as run:

@@ -1,11 +1,10 @@
-"""Which part of a weight or gradient a rank holds, and where this part is in the whole tensor.
+"""Find out which part of a weight or gradient a rank holds, and its position in the whole tensor.
 
-The position is known from one of three sources::
+The position of the part is known from one of three sources.
 
-    a DTensor            gives its placements on its device mesh
-    FSDP1                flattens the weights of a unit, and shares out the flat tensor
-    record_run(..., mesh=mesh, placements={...})
-                         gives the placements of weights that the program shards itself
+- A DTensor has placements on a device mesh.
+- FSDP1 flattens the weights of a unit, and knows which slice of the flat tensor each rank holds.
+- For weights that the program shards itself, ``record_run`` takes ``mesh`` and ``placements``.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 Placements = Mapping[str, Sequence["Placement"]]
-"""The placements of weights by name. In a name, ``*`` stands for any text."""
+"""Maps the names of weights to their placements. In a name, ``*`` stands for any text."""
 
 Share = tuple[str, Tensor, Callable[[Tensor], Part]]
-"""The name of a weight, a rank's part of it or of its gradient, and a function that describes this part.
+"""A rank's part of a weight or gradient, as (name of the weight, part, function that describes the part).
 
-The function takes the part as it would be without rounding.
+The function is called with the values that the part would have without rounding.
 """
 
 FlatShare = tuple[str, slice, Callable[[Tensor], Part]]
-"""The same for a weight in a flat parameter. The slice selects the part in it."""
+"""A rank's part of a weight in a flat parameter of FSDP1, as (name, slice, function that describes it)."""
 
 _DIMENSIONS = "placements={name!r}: got {given} placements; give one for each of the {count} mesh dimensions"
 
@@ -51,18 +50,18 @@ def shares_of(
     asked: Placements,
     flat: Mapping[int, Sequence[FlatShare]],
 ) -> Iterator[Share]:
-    """Yield the parts that a rank holds of a weight, or of its gradient.
+    """Yield the parts of a weight or gradient that a rank holds.
 
-    There is one, or one for each weight that FSDP1 has put into a flat parameter.
+    There is one part. If the weight is a flat parameter of FSDP1, there is one part for each weight in it.
 
     Args:
-        weight: The weight that the optimizer has.
+        weight: The weight, as the optimizer has it.
         tensor: The weight or its gradient.
         name: The name of the weight.
         rank: A rank that torch simulates in this process. None for the rank of the process.
-        mesh: The mesh of the program's own shards.
-        asked: The placements of the program's own shards.
-        flat: Maps the id of a weight to the weights that FSDP1 keeps in it.
+        mesh: The device mesh for weights that the program shards itself.
+        asked: The placements of weights that the program shards itself.
+        flat: Maps the id of a flat parameter of FSDP1 to the weights in it.
     """
     if tensor is None:
         return
@@ -95,12 +94,15 @@ def _share(
 
 
 def _placements_of(name: str, asked: Placements) -> Sequence[Any]:
-    """Return the placements that a program gives for a weight; empty if it gives none."""
+    """Return the placements that the program gives for a weight, which are empty if it gives none."""
     return next((given for pattern, given in asked.items() if fnmatchcase(clean_name(name), pattern)), ())
 
 
 def check_placements(asked: Placements, mesh: DeviceMesh | None) -> None:
-    """Raise ValueError unless there is a mesh with as many dimensions as each weight has placements."""
+    """Check that there is a mesh, and that each weight has one placement per dimension of the mesh.
+
+    A ValueError is raised otherwise.
+    """
     if asked and mesh is None:
         msg = "placements= needs mesh=, the device mesh on which the weights are placed"
         raise ValueError(msg)
@@ -110,7 +112,7 @@ def check_placements(asked: Placements, mesh: DeviceMesh | None) -> None:
 
 
 def _whole_shape(exact: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[int, ...]:
-    """Return the shape of a whole tensor whose shards are equally large."""
+    """Return the shape of the whole tensor, whose shards all have the same size."""
     shape = [*exact.shape]
     for size, placement in zip(mesh.shape, placements, strict=True):
         if placement.is_shard():
@@ -145,7 +147,7 @@ def _on_mesh(
 
 
 def _places(part: Tensor, offset: Sequence[int], whole_shape: Sequence[int]) -> Tensor:
-    """Return the position of each element in the whole tensor, flattened."""
+    """Return the index of each element in the flattened whole tensor."""
     places, step = torch.zeros(part.shape, dtype=torch.int64, device=part.device), 1
     for dim in reversed(range(part.ndim)):
         along = torch.arange(part.shape[dim], device=part.device) + offset[dim]
@@ -169,9 +171,9 @@ def _offset_of(
 
 
 def axes_of(mesh: DeviceMesh | None, rank: int | None = None) -> dict[Axis, int]:
-    """Return the dimensions of a device mesh, each with the place of a rank on it.
+    """Map each dimension of a device mesh to the coordinate of a rank along it.
 
-    There are none if there is no mesh, or if the rank is not on it.
+    The dict is empty if there is no mesh, or if the rank is not part of it.
 
     Args:
         mesh: The device mesh.
@@ -185,5 +187,5 @@ def axes_of(mesh: DeviceMesh | None, rank: int | None = None) -> dict[Axis, int]
 
 
 def mesh_of(tensor: Any, rank: int | None = None) -> dict[Axis, int]:
-    """Return the dimensions of a DTensor's device mesh, as ``axes_of`` does; none for other tensors."""
+    """Return the dimensions of a DTensor's device mesh, as ``axes_of`` does; empty for other tensors."""
     return axes_of(getattr(tensor, "device_mesh", None), rank)

@@ -1,8 +1,9 @@
-"""Ranks that torch simulates in one process.
+"""Support for several ranks that torch simulates in one process.
 
-In torch's ``LocalTensorMode`` a tensor of type ``LocalTensor`` holds one tensor for each rank. Each op on it
-runs once for each rank, and a collective combines the tensors of the ranks. So the ops of one rank look like
-those of a process with this rank. Nothing is imported here: a program that uses the mode has imported it.
+In torch's ``LocalTensorMode``, a tensor of type ``LocalTensor`` holds one tensor for each rank. Each op on a
+``LocalTensor`` runs once for each rank, and a collective combines the tensors of the ranks. So the ops of one
+rank look like those of a process with this rank. This module does not import the mode, because a program that
+uses the mode has imported it.
 """
 
 from __future__ import annotations
@@ -18,31 +19,34 @@ _MODULE = "torch.distributed._local_tensor"
 
 
 def simulated_ranks() -> tuple[int, ...]:
-    """Return the ranks of the innermost open ``LocalTensorMode``; none outside of the mode."""
+    """Return the ranks of the innermost open ``LocalTensorMode``, or no ranks outside of the mode."""
     module = sys.modules.get(_MODULE)
     mode = None if module is None else module.local_tensor_mode()
     return () if mode is None else tuple(sorted(mode.ranks))
 
 
 def is_local_tensor(kind: type) -> bool:
-    """Return whether a type of tensors is torch's LocalTensor."""
+    """Return whether a type is torch's ``LocalTensor``."""
     return hasattr(kind, "_local_tensors")
 
 
 def local_tensors(values: Any) -> Iterator[Mapping[int, Tensor]]:
-    """Yield the tensors by rank that each LocalTensor among some values holds."""
+    """Yield a dict from rank to tensor for each ``LocalTensor`` in nested containers."""
     for leaf in tree_leaves(values):
         if is_local_tensor(type(leaf)):
             yield leaf._local_tensors
 
 
 def of_rank(values: Any, rank: int | None) -> Any:
-    """Return values as a rank has them. None stands for the rank of this process: nothing changes."""
+    """Return nested values with each ``LocalTensor`` replaced by the tensor of one rank.
+
+    If ``rank`` is None, the values are returned unchanged.
+    """
 
     def leaf_of(leaf: Any) -> Any:
         if is_local_tensor(type(leaf)):
             return leaf._local_tensors[rank]
-        if isinstance(leaf, SymInt):  # a size or a coordinate that differs between the ranks
+        if isinstance(leaf, SymInt):  # a size or coordinate that differs between the ranks
             numbers = getattr(leaf.node, "_local_ints", None)
             return int(leaf) if numbers is None else numbers[rank]
         return leaf

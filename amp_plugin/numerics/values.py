@@ -1,4 +1,4 @@
-"""Read the values of tensors: ranges, nans and infs, fingerprints, and facts kept for each storage."""
+"""Read the values of tensors, such as ranges, infs, nans and fingerprints, and keep facts about storages."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from amp_plugin.precision import short_name
 Value = TypeVar("Value")
 
 Held = tuple[str, ...]
-"""The kinds of non-finite numbers that a tensor holds: ``"nan"``, ``"inf"`` and ``"-inf"``, in this order."""
+"""The non-finite values in a tensor, out of ``"nan"``, ``"inf"`` and ``"-inf"``, in this order."""
 
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-"""The types of tensors that hold their values themselves. Other subclasses wrap such tensors."""
+"""The types of tensors that own their memory. Other subclasses of Tensor wrap such tensors."""
 
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 _BUCKETS = 128  # the number of buckets of a fingerprint
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SWEEP = 4096  # after this many new entries, entries of freed storages are dropped
+_SWEEP = 4096  # whenever this many entries were added, the entries of freed storages are dropped
 _NARROW = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_", "float4_")))
 
 
@@ -34,14 +34,14 @@ _NARROW = frozenset(getattr(torch, name) for name in dir(torch) if name.startswi
 class TensorSummary:
     """A few numbers that describe a tensor."""
 
-    name: str = ""  # the name of the argument, or the path of the weight if known; empty for an output
+    name: str = ""  # the name of the argument or, if known, the path of the weight; empty for a result
     dtype: torch.dtype = torch.float32
     shape: tuple[int, ...] = ()
     lowest: float = math.nan  # the smallest finite element; nan if no element is finite
     highest: float = math.nan  # the largest finite element
     nan: int = 0  # the number of elements that are nan
     inf: int = 0  # the number of elements that are infinite
-    # The index of the first element that is not finite. Empty if all are finite or the tensor is 0-dim.
+    # The index of the first non-finite element. Empty if all elements are finite or the tensor is 0-dim.
     first: tuple[int, ...] = ()
 
     @property
@@ -58,14 +58,14 @@ class TensorSummary:
 
 
 def _stored(tensor: Tensor) -> Tensor:
-    """Return the tensor that holds the values: ``values()`` of a sparse tensor, or the tensor itself."""
+    """Return the tensor that holds the values, which is ``values()`` for a sparse tensor."""
     if tensor.layout is torch.sparse_coo:
         return tensor._values()
     return tensor.values() if tensor.layout in _COMPRESSED else tensor
 
 
 def real_values(tensor: Tensor) -> Tensor | None:
-    """Return the values of a tensor as a real tensor, without a copy if possible.
+    """Return the values of a tensor as a real (not complex) tensor, without a copy if possible.
 
     Return None if they cannot be read.
     """
@@ -86,7 +86,7 @@ def real_values(tensor: Tensor) -> Tensor | None:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether all elements are finite, with one read and one host sync.
 
-    If the values cannot be read, return True.
+    If the tensor's values cannot be read, return True.
     """
     values = real_values(tensor)
     if values is None or values.numel() == 0:
@@ -96,7 +96,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def non_finite(tensor: Tensor, where: Tensor | None = None) -> Held:
-    """Return the kinds of non-finite numbers in a tensor, or in the elements that ``where`` selects."""
+    """Return which non-finite values are in a tensor, or in the elements that ``where`` selects."""
     values = None if is_finite(tensor) else real_values(tensor)
     if values is None:
         return ()
@@ -106,7 +106,7 @@ def non_finite(tensor: Tensor, where: Tensor | None = None) -> Held:
 
 
 def norm(tensor: Tensor) -> float:
-    """Return the Euclidean norm, computed in fp64. If the values cannot be read, return 0."""
+    """Return the Euclidean norm of a tensor, computed in fp64. If its values cannot be read, return 0."""
     with unwatched():
         values = real_values(tensor)
         return (
@@ -117,9 +117,9 @@ def norm(tensor: Tensor) -> float:
 
 
 def distance(value: Tensor, exact: Tensor, order: float = 2.0) -> float:
-    """Return the norm of the difference, divided by the norm of ``exact``.
+    """Return the norm of ``value - exact``, divided by the norm of ``exact``.
 
-    It is infinite if an element is finite in one tensor and not in the other.
+    The result is inf if an element is finite in only one of the two tensors.
     """
     value, exact = in_widest_float(value.detach()), in_widest_float(exact.detach())
     alike = (value == exact) | (value.isnan() & exact.isnan())
@@ -130,7 +130,7 @@ def distance(value: Tensor, exact: Tensor, order: float = 2.0) -> float:
 
 
 def summarise(tensor: Tensor, name: str = "") -> TensorSummary:
-    """Return a summary of a tensor. For a complex tensor it covers real and imaginary parts."""
+    """Return a summary of a tensor. Real and imaginary parts of complex numbers count as elements."""
     shape = () if tensor.is_nested else tuple(tensor.shape)
     values = real_values(tensor)
     known: dict[str, Any] = {"name": name, "dtype": tensor.dtype, "shape": shape}
@@ -154,21 +154,21 @@ def summarise(tensor: Tensor, name: str = "") -> TensorSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """A few numbers that stand for a tensor in a comparison. Every element has an effect on each of them."""
+    """A few numbers that represent a tensor in a comparison. Every element affects each of these numbers."""
 
-    checksum: int  # a checksum of all bits and their places; equal tensors have equal checksums
+    checksum: int  # a checksum of all bits and their positions; equal tensors have equal checksums
     norm: float  # the Euclidean norm of the finite elements
     unfinite: int  # the number of elements that are not finite
-    # Each element is added, with a pseudo-random sign, to a pseudo-random bucket (a count sketch). The norm
-    # of the difference of two sketches is the norm of the tensors' difference, to about 10 %.
+    # A count sketch: each element is added, with a pseudo-random sign, to a pseudo-random bucket.
+    # The distance of two sketches is the distance of their tensors, to about 10 %.
     sketch: Sequence[float]
     is_discrete: bool = False  # whether the tensor holds integers or booleans
-    made_by: int = -1  # the number of the record whose op made it; -1 if no op of the region did
+    made_by: int = -1  # the index of the record whose op made the tensor; -1 if no op of the region did
 
     def difference(self, other: Fingerprint) -> float:
         """Return the relative difference from a tensor of the same shape.
 
-        It is infinite if the tensors have different numbers of non-finite elements.
+        The difference is inf if the tensors have different numbers of non-finite elements.
         """
         if self.unfinite != other.unfinite:
             return math.inf
@@ -180,7 +180,10 @@ class Fingerprint:
 
 
 def fingerprint(tensor: Tensor, made_by: int = -1) -> Fingerprint:
-    """Return the fingerprint of a dense tensor. Two integers or booleans are either equal or different."""
+    """Return the fingerprint of a dense tensor.
+
+    Integers and booleans are hashed, so it does not matter how far two of them are apart.
+    """
     is_discrete = not (tensor.is_floating_point() or tensor.is_complex())
     flat = (tensor.detach() if is_discrete else real_values(tensor)).contiguous().reshape(-1)  # type: ignore[union-attr]
     places = torch.arange(flat.numel(), device=flat.device)
@@ -201,12 +204,15 @@ def fingerprint(tensor: Tensor, made_by: int = -1) -> Fingerprint:
 
 
 def sketch_of(flat: Tensor, places: Tensor, buckets: int = _BUCKETS) -> Tensor:
-    """Return sums of elements with signs that look random, in buckets that look random; it is linear.
+    """Return a count sketch, which depends linearly on the elements.
+
+    Each element is added, with a pseudo-random sign, to a pseudo-random bucket.
 
     Args:
-        flat: the elements, ``[numel]``.
-        places: of the elements in the tensor, which choose bucket and sign: int64, ``[numel]``.
-        buckets: number of sums.
+        flat: The elements, of shape ``[numel]``.
+        places: The index of each element in the tensor, int64 of shape ``[numel]``. The index chooses the
+            bucket and the sign.
+        buckets: The number of buckets.
     """
     hashed = _mixed(places)
     sketch = torch.zeros(buckets, dtype=flat.dtype, device=flat.device)
@@ -214,7 +220,7 @@ def sketch_of(flat: Tensor, places: Tensor, buckets: int = _BUCKETS) -> Tensor:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Return pseudo-random integers below 2^31, a hash of each number."""
+    """Return a hash of each number, which is a pseudo-random integer below 2^31."""
     mixed = (numbers * 0x9E3779B1 + 0x7F4A7C15) & 0x7FFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 0x85EBCA6B) & 0x7FFFFFFF
     return mixed ^ (mixed >> 13)
@@ -222,7 +228,7 @@ def _mixed(numbers: Tensor) -> Tensor:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Run ops in a block that no dispatch mode, tensor subclass, autocast region or autograd sees."""
+    """Hide the ops in a block from dispatch modes, tensor subclasses, autocast and autograd."""
     with torch._C._DisableTorchDispatch(), torch._C._DisableAutocast(), torch.no_grad():
         yield
 
@@ -259,17 +265,17 @@ def storage_address(tensor: Tensor) -> int:
 
 
 class Storages(Generic[Value]):
-    """A mapping from storages to values. A tensor, its views and its copies saved by autograd share an entry.
+    """A mapping from the storages of tensors to values. A tensor and its views share an entry.
 
-    The storage is held by a weak reference. Its memory can be freed, but its address is not reused while the
-    entry exists.
+    The mapping holds weak references to storages. The memory of a storage can be freed, but its address is
+    not reused while the entry exists.
     """
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[StorageWeakRef, Value]] = {}
 
     def get(self, tensor: Tensor) -> Value | None:
-        """Return the value of a tensor's storage, or None if it has none."""
+        """Return the value that is set for a tensor's storage, or None if no value is set."""
         address = storage_address(tensor) if self._entries else 0
         entry = self._entries.get(address)
         return None if entry is None else entry[1]
@@ -284,7 +290,7 @@ class Storages(Generic[Value]):
                 self.alive()
 
     def forget(self, tensor: Tensor) -> None:
-        """Remove the entry of a tensor's storage if the tensor covers the whole storage."""
+        """Remove the entry of a tensor's storage, but only if the tensor covers the whole storage."""
         if self._entries and (address := storage_address(tensor)) in self._entries:
             stored = _stored(tensor)
             if stored.numel() * stored.element_size() >= stored.untyped_storage().nbytes():
@@ -305,16 +311,19 @@ class Storages(Generic[Value]):
 
 
 class ShadowValues(Storages[Tensor]):
-    """A flat tensor in a wider dtype (the shadow) for each storage. Views of the storage have views of it."""
+    """Keeps a flat tensor in a wider dtype, the shadow, for each storage. A view has a view of the shadow."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
 
     def follows(self, tensor: Tensor) -> bool:
-        """Return whether a tensor can have a shadow: it is dense, and no wider than the shadow."""
+        """Return whether a tensor can have a shadow.
+
+        The tensor must be dense, and its dtype must not be wider than the shadow's.
+        """
         return (
-            type(tensor) in PLAIN  # other types wrap such tensors, or have no memory
+            type(tensor) in PLAIN  # tensors of other types wrap such a tensor, or have no memory
             and tensor.layout is torch.strided
             and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
             and not (tensor.is_neg() or tensor._is_zerotensor())
@@ -323,17 +332,23 @@ class ShadowValues(Storages[Tensor]):
         )
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the shadow of a dtype. Integers keep their dtype."""
+        """Return the dtype that the shadow of a tensor of this dtype has. Integers keep their dtype."""
         if dtype.is_complex:
             return self.dtype.to_complex()
         return self.dtype if dtype.is_floating_point else dtype
 
     def plain(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
-        """Return a tensor's own values in the dtype of its shadow. Unchanged if it cannot have a shadow."""
+        """Return a tensor's own values in the dtype of its shadow.
+
+        A tensor that cannot have a shadow keeps its dtype.
+        """
         return tensor.to(self.wide(tensor.dtype) if self.follows(tensor) else tensor.dtype, copy=copy)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's shadow in its shape. A new shadow starts with the tensor's own values."""
+        """Return the shadow of a tensor, in the tensor's shape.
+
+        If there is none, make a shadow that starts with the tensor's own values.
+        """
         flat = self.get(tensor)
         storage, dtype = tensor.untyped_storage(), self.wide(tensor.dtype)
         if flat is None or flat.dtype != dtype or flat.numel() != storage.nbytes() // tensor.element_size():

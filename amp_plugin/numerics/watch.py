@@ -1,13 +1,26 @@
-"""Follow infinities and nans from their origin to a loss, a gradient or a weight.
+"""Follow each inf or nan from the op that made it to a loss, a gradient or a weight.
 
-for each op: look at the results
-    finite: forget what the storage held before; an infinity or nan of the inputs is absorbed
-    else: judge whether the op made the infinity or nan, passes on that of an input, or got it from a constant
-        of the program, such as a mask of -inf
-report an origin when its numbers reach the start of a backward pass, a leaf's gradient, a result of
-    autograd.grad, a parameter or an optimizer's state; results of backward ops alone are not reported,
-    because torch masks many of them
-at the end of a region without a backward pass: report each infinity or nan that no op has absorbed
+for each op, look at its results
+
+    if a result is finite, forget the origin of earlier infs and nans in its memory
+
+    if an input was not finite but the result is, the op has absorbed the inf or nan
+
+    if a result is not finite, find its origin, which is one of three
+
+        the op made the inf or nan from finite inputs
+
+        an input contained the inf or nan, and the op passed it on
+
+        the program wrote a constant, such as a mask of -inf
+
+    report the origin when an inf or nan reaches one of these tensors
+
+        the loss, a gradient, a parameter or the state of an optimizer
+
+at the end of a region without a backward pass, report each inf or nan that no op has absorbed
+
+Results of backward ops are reported only when they reach a gradient, because torch masks many of them.
 """
 
 from __future__ import annotations
@@ -45,17 +58,19 @@ from amp_plugin.numerics.values import (
 
 Verdict = Literal["made", "on purpose", "masked", "passed on"]
 
-# A number beyond this share of its dtype's largest number is taken for a mask: no program computes with 1e38.
-# In fp16, activations and scaled gradients do get near 65504, so only the end of the range counts there.
+# A number is taken for a mask if its magnitude is above this fraction of its dtype's largest number.
+# In bf16 and fp32 that is about 1e38, with which no program computes.
+# In fp16, activations and scaled gradients do get near 65504, so the fraction is nearly 1.
 _MASKING, _MASKING_IN_FP16 = 0.25, 0.999
-# Overflows in this many backward passes in a row are reported. A loss scale of 2^16 is below 1 by then.
+# If this many backward passes in a row overflow, the overflow is reported. By then the scaler has halved
+# a loss scale of 2^16 to less than 1.
 PATIENCE: Final = 20
 _ORDERS = frozenset({"ord", "p", "norm_type"})
 _SCALED = "made", "backward", torch.float16
 _PYTHON, _SELECTION = "Python", "an op that chooses places, such as argmin"
 _TO_PYTHON = "aten::_local_scalar_dense.default"
-_READERS = ("numpy", "tolist", "__dlpack__")  # methods that read a tensor past the dispatcher
-# Ops that choose elements by size. An infinity may decide the choice and not be in the result.
+_READERS = ("numpy", "tolist", "__dlpack__")  # methods that read a tensor without calling the dispatcher
+# Ops that choose elements by size. An inf or nan may decide the choice without being in the result.
 _SELECTING = frozenset(
     {"argmin", "argmax", "argsort", "sort", "topk", "min", "max", "kthvalue", "median", "nanmedian", "mode",
      "searchsorted", "bucketize", "multinomial"}
@@ -64,26 +79,26 @@ _SELECTING = frozenset(
 
 @dataclass(eq=False, slots=True)
 class Origin:
-    """The origin of infinities or nans. All tensors that they were passed on to share it."""
+    """The origin of an inf or nan. All tensors to which the inf or nan was passed on share one object."""
 
     kind: Kind  # as in Finding
-    # What to report. None for a constant, and for unwritten memory and collectives before an op reads them.
+    # The finding to report. None for a constant, and for memory that no op has read yet.
     finding: Finding | None = None
-    # The site of the op that made the numbers. For a backward op, the site of its forward op.
+    # The place where the op was called that made the inf or nan. For a backward op, its forward op counts.
     site: Site | None = None
-    is_reported: bool = False  # if True, nothing that follows from this origin is reported
-    is_read: bool = False  # whether an op has computed with the numbers; copies and views do not count
-    is_absorbed: bool = False  # whether an op has computed finite numbers from the infs or nans
-    is_compared: bool = False  # whether an op has computed integers or booleans from the infs or nans
-    became_nan: bool = False  # whether an op has computed a nan from numbers of this origin
-    read_by: str = ""  # _PYTHON or _SELECTION if an inf or nan of this origin was read outside of training
-    source: str = ""  # for input data: where it was loaded
-    # Origins whose numbers went into the same op. When one of these origins is reported, all are reported.
+    is_reported: bool = False  # if True, this origin and all that follows from it are not reported again
+    is_read: bool = False  # whether an op has computed with the inf or nan; copies and views do not count
+    is_absorbed: bool = False  # whether an op has computed finite numbers from the inf or nan
+    is_compared: bool = False  # whether an op has computed integers or booleans from the inf or nan
+    became_nan: bool = False  # whether an op has computed a nan from this inf
+    read_by: str = ""  # _PYTHON or _SELECTION if the inf or nan was read outside of training, else empty
+    source: str = ""  # the batch from which input data was loaded, or the path of a weight
+    # Origins of other inputs of the same op. If one of these origins is reported, all are reported.
     others: dict[Origin, None] = field(default_factory=dict)
 
     @property
     def explains(self) -> bool:
-        """Whether this origin is a fault. A fault is also the cause of what ops compute from the numbers."""
+        """Whether this origin is a fault, which explains all infs and nans that are computed from it."""
         return self.kind != "constant"
 
 
@@ -91,23 +106,23 @@ _ON_PURPOSE = Origin("constant")
 
 
 class Watch:
-    """The observer of ``diagnose``. It calls ``found`` with each finding to report."""
+    """The observer of ``diagnose``, which calls ``found`` with each finding to report."""
 
     def __init__(
         self, tracker: Tracker, found: Callable[[Finding], None], *, strict: bool, patience: int
     ) -> None:
         self._tracker, self._found, self._strict, self._patience = tracker, found, strict, patience
-        # The latest backward passes in a row whose fp16 gradients overflowed, by number. A few are normal:
-        # the loss scale is still too large.
+        # Maps the numbers of the last backward passes, if their fp16 gradients overflowed, to the origins.
+        # A few overflows in a row are normal while the loss scale is still too large.
         self._overflowed: dict[int, Origin] = {}
         self._origins: Storages[Origin] = Storages()
         self._seen: list[Origin] = []
         self._first_at: dict[Site, Origin] = {}
         self._wide = ShadowValues(torch.float64)  # the float64 values of tensors that overflowed
-        self._in_buffers: dict[str, Origin] = {}  # by name of a model's buffer that an op has written to
+        self._in_buffers: dict[str, Origin] = {}  # maps the name of a buffer to the origin of its inf or nan
 
     def open(self, stack: ExitStack) -> None:
-        """Patch torch's backward engine, ``Function.apply``, the DataLoader, and methods that read values."""
+        """Patch torch's functions that run backward passes, load batches or read values."""
         for owner, name, make in (
             (torch.autograd, "_engine_run_backward", self._engine),
             (Function, "apply", self._apply),
@@ -153,7 +168,7 @@ class Watch:
         return classmethod(apply)
 
     def _function_ended(self, site: Site, forward_op: str, outputs: object, inputs: object) -> None:
-        """Look for infinities and nans that a user's autograd function made without torch's ops."""
+        """Look for infs and nans that a user's autograd function made without torch's ops."""
         with unwatched():
             for output in _tensors(outputs):
                 known = self._origins.get(output)
@@ -174,13 +189,13 @@ class Watch:
                 self._tracker.sources.set(tensor, f"batch {number} of the DataLoader")
                 origin = self._origins.get(tensor)
                 if origin is not None and not origin.explains:
-                    self._origins.forget(tensor)  # it counts as input data, even if an op wrote it
+                    self._origins.forget(tensor)  # a batch counts as input data, even if an op wrote it
             return batch
 
         return next_batch
 
     def before(self, call: Call) -> None:
-        """Report what has reached a gradient, and keep the values that the op is going to overwrite."""
+        """Report infs and nans that reach a gradient, and keep values that the op will overwrite."""
         if call.is_backward:
             self._tracker.in_backward(torch._C._current_graph_task_id())
         for origin in self._read_by(call):
@@ -189,26 +204,26 @@ class Watch:
             elif call.traits.name == _TO_PYTHON:
                 origin.read_by = _PYTHON
         written = {storage_address(a.tensor) for a in call.arguments if a.name in call.traits.written} - {0}
-        for argument in call.arguments if written else ():  # addmm(c, a, b, out=c) writes what it reads
+        for argument in call.arguments if written else ():  # an op may write to its input, as with out=
             if argument.name in call.traits.written or storage_address(argument.tensor) in written:
                 argument.keep(is_read=argument.name not in call.traits.overwritten)
         if written and self._may_overflow_in_place(call):
             call.keep(call.changed(lambda tensor: self._widened(tensor).clone(), torch.float64))
 
     def _may_overflow_in_place(self, call: Call) -> bool:
-        """Return whether an op may overflow and overwrites the inputs that would explain the overflow."""
+        """Return whether an op may overflow and also overwrites the inputs that explain the overflow."""
         if call.is_backward or self._tracker.in_step or not call.is_repeatable:
             return False
         read = [given.tensor for given in call.arguments if given.name not in call.traits.overwritten]
         return any(tensor.dtype is torch.float16 or self._wide.get(tensor) is not None for tensor in read)
 
     def failed(self, call: Call, _: BaseException) -> None:
-        """Report what was in the arguments of an op that raised an error."""
+        """Report infs and nans in the arguments of an op that raised an error."""
         for origin in self._read_by(call):
             self._report(origin, f"an error of {call}")
 
     def after(self, call: Call, output: Any) -> None:
-        """Look at the results, and at the arguments that the op wrote to."""
+        """Look at the results of an op, and at the arguments that it wrote to."""
         traits = call.traits
         if traits.is_view:
             return
@@ -238,9 +253,10 @@ class Watch:
             origin.is_compared |= not results
 
     def _follow_overflow(self, call: Call, output: Any, *, is_new: bool) -> None:
-        """Follow overflows: infinities where float64 has a finite number.
+        """Follow overflows, which are infs where float64 has a finite number.
 
-        An overflow is reported if finite numbers are computed from it that differ much from float64's.
+        An overflow is reported if a finite result is computed from it that differs much from the float64
+        result.
         """
         followed = [read.tensor for read in call.arguments if self._wide.get(read.tensor) is not None]
         if not (followed or (is_new and not call.is_backward)):
@@ -265,7 +281,7 @@ class Watch:
         return self._wide.plain(tensor) if self._wide.get(tensor) is None else self._wide.of(tensor)
 
     def _trace(self, call: Call, result: Argument) -> None:
-        """Find the origin of an infinite or nan result, and report it if it has reached a weight."""
+        """Find the origin of an inf or nan in a result, and report it if the result is a weight."""
         numbers = [number for name, number in call.numbers.items() if name not in _ORDERS]
         judged = judge(result, call.arguments, call.traits, numbers)
         match judged.verdict:
@@ -285,7 +301,7 @@ class Watch:
             self._report(origin, f"{' and '.join(judged.held)} in {call}")
         elif owner and isinstance(result.tensor, nn.Parameter):
             if origin.kind == "input" and call.traits.moves:
-                origin.kind = "weight"  # the weight was loaded so; it is reported once an op uses it
+                origin.kind = "weight"  # the weight was loaded with an inf; an op that uses it reports it
             else:
                 self._report(origin, f"the weight {owner}, written by {call}")
         elif self._strict and judged.verdict == "made":
@@ -294,7 +310,7 @@ class Watch:
             self._in_buffers[owner] = origin
 
     def _origins_of(self, tensors: Iterator[Tensor]) -> Iterator[Origin]:
-        """Yield the origins of what tensors hold, if they have a finding to report."""
+        """Yield the origins of infs and nans in tensors, if an origin has a finding to report."""
         origins = (self._origins.get(tensor) for tensor in tensors)
         return (origin for origin in origins if origin is not None and origin.finding is not None)
 
@@ -307,7 +323,10 @@ class Watch:
         return self._seen[-1]
 
     def _origin_of(self, call: Call, result: Argument, given: Argument) -> Origin:
-        """Return the origin of an argument's numbers. Its finding names the first op that reads them."""
+        """Return the origin of an inf or nan in an argument.
+
+        The origin's finding names the first op that reads the inf or nan.
+        """
         tensor = given.tensor
         origin = self._origins.get(tensor)
         if origin is None:  # no op in the region made them
@@ -328,7 +347,10 @@ class Watch:
         return origin
 
     def _made(self, call: Call, result: Argument, judged: Judgement) -> Origin:
-        """Return the origin of numbers that an op made: the origin of an input if that is their cause."""
+        """Return the origin of an inf or nan that an op made.
+
+        If an inf or nan in an input is the cause, this is the origin of the input.
+        """
         if call.traits.base not in SOFTMAXES or any("inf" in given.held for given in judged.of):
             for given in judged.of:
                 origin = self._origin_of(call, result, given)
@@ -342,14 +364,14 @@ class Watch:
         site = call.forward_site
         first = None if site is None else self._first_at.get(site)
         if first is not None and (first.is_reported or first.is_compared):
-            return first  # the derivative of an op belongs to the origin of the op
+            return first  # an op and its derivative have one origin
         origin = self._new("made", call, result, judged.held, site)
         if site is not None:
             self._first_at.setdefault(site, origin)
         return origin
 
     def _passed_on(self, call: Call, result: Argument, judged: Judgement) -> Origin:
-        """Return the origin of numbers that an op passes on from its inputs."""
+        """Return the origin of an inf or nan that an op passes on from its inputs."""
         faults = [
             (given, origin)
             for given in judged.of
@@ -361,7 +383,7 @@ class Watch:
         return origin
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Report infinities and nans in the state of an optimizer after its step."""
+        """Report infs and nans in the state of an optimizer after its step."""
         states = [state for state in optimizer.state.values() if isinstance(state, dict)]
         for key, state in (entry for entries in states for entry in entries.items()):
             for origin in self._origins_of(_tensors(state)):
@@ -369,10 +391,10 @@ class Watch:
                     self._report(origin, f"the state {key} of {type(optimizer).__name__}")
 
     def left_over(self) -> None:
-        """Report, at the end of the region, what was not reported at once.
+        """Report, at the end of the region, infs and nans that were not reported before.
 
-        These are overflows in the last backward passes and buffers that are not finite. If no backward pass
-        ran, every inf or nan that no op has absorbed is reported, too.
+        Overflows in the last backward passes are reported, and buffers that are not finite. If no backward
+        pass ran, every inf or nan that no op has absorbed is reported, too.
         """
         passes = self._tracker.backward_passes
         if passes in self._overflowed and not next(iter(self._overflowed.values())).is_absorbed:
@@ -391,9 +413,11 @@ class Watch:
                 self._report(origin, "still there at the end of the region")
 
     def read_elsewhere(self) -> Iterator[Finding]:
-        """Yield findings that reached no gradient or weight, but were read by Python or an op like argmin.
+        """Yield findings about infs and nans that reached no gradient or weight but were read.
 
-        Overflows of fp16 gradients are left out: they are how the scaler finds the loss scale.
+        Python has read them as numbers, or an op such as argmin has chosen by them.
+
+        Overflows of fp16 gradients are left out, because the scaler needs them to find the loss scale.
         """
         for origin in self._seen:
             found = origin.finding
@@ -404,12 +428,12 @@ class Watch:
                 yield replace(found, reached=f"{found.reached}; read by {origin.read_by}".removeprefix("; "))
 
     def _weight(self, tensor: Tensor) -> str:
-        """Return the path of a weight, or "" if the tensor is none."""
+        """Return the path of a parameter or buffer, or "" if the tensor is neither."""
         return self._tracker.weight(tensor) or ("(a parameter)" if isinstance(tensor, nn.Parameter) else "")
 
     def _reaches_gradient(self, origin: Origin, what: str) -> None:
         found = origin.finding
-        # an overflow of the kind that a too large loss scale causes
+        # Whether this is an overflow that a too large loss scale can cause.
         is_scaled = found is not None and (found.kind, found.direction, found.dtype) == _SCALED
         if found is None or not is_scaled or "nan" in found.held or self._strict:
             self._report(origin, what)
@@ -430,7 +454,7 @@ class Watch:
         if origin.is_reported or origin.finding is None:
             return
         origin.is_reported = True
-        if origin.site is not None:  # numbers of the backward pass of the same op are not reported again
+        if origin.site is not None:  # an inf or nan from the backward pass of the op is not reported again
             self._first_at.get(origin.site, origin).is_reported = True
             self._first_at[origin.site] = origin
         then = "; ".join(filter(None, (origin.finding.reached, reached)))
@@ -441,9 +465,9 @@ class Watch:
 
 
 def _is_another(result: Tensor, wide: Tensor) -> bool:
-    """Return whether an element is more than 50 % away from its value in a wider dtype.
+    """Return whether an element differs by more than 50 % from its value in a wider dtype.
 
-    Only values that the dtype of the result can hold count.
+    Only elements count whose value in the wider dtype is within the range of the result's dtype.
     """
     info = torch.finfo(result.dtype)
     holds = (wide.abs() >= info.smallest_normal) & (wide.abs() <= info.max)
@@ -457,22 +481,22 @@ def _tensors(values: object) -> Iterator[Tensor]:
 
 
 class Judgement(NamedTuple):
-    """Where the infinities or nans of one result come from.
+    """A statement on where the infs or nans of one result come from.
 
-    The verdict is ``"made"`` if the op made them from inputs that are not their cause, ``"on purpose"`` if
-    the program gave them as a constant, ``"masked"`` if they are -inf computed from numbers as large as masks
-    are, and ``"passed on"`` if an input had them.
+    The verdict ``"made"`` means that the op made the inf or nan. ``"on purpose"`` means that the program gave
+    it as a constant. ``"masked"`` means that the op computed -inf from a large negative number, as masks
+    contain. ``"passed on"`` means that an input contained the inf or nan.
     """
 
     verdict: Verdict
-    held: Held  # the numbers that were made or passed on: "inf", "-inf" or "nan"
-    of: Sequence[Argument] = ()  # the arguments that were not finite, those with a nan first
+    held: Held  # the values that were made or passed on: "inf", "-inf" or "nan"
+    of: Sequence[Argument] = ()  # the arguments that were not finite; those with a nan come first
 
 
 def judge(
     result: Argument, given: Sequence[Argument], traits: OpTraits, scalars: Sequence[float]
 ) -> Judgement:
-    """Return where the infinities or nans of one result come from."""
+    """Return a statement on where the infs or nans of one result come from."""
     if traits.is_listwise and result.index is not None:
         given = [argument for argument in given if argument.index in {None, result.index}]
     values = non_finite(result.tensor)
@@ -480,7 +504,7 @@ def judge(
     own: list[tuple[Held, Tensor | None]] = [] if unfinite else [(values, None)]  # none from an input
     if unfinite and traits.is_pointwise and (new := _new_elements(result.tensor, unfinite)) is not None:
         own.append((non_finite(result.tensor, new), new))
-    # An op that only copies: which non-finite values were in none of its arguments?
+    # If an op only copies, it made those non-finite values that were in none of its arguments.
     if unfinite and traits.moves:
         brought = {name for argument in unfinite for name in argument.held}
         own.append((tuple(name for name in values if name not in brought), None))
@@ -500,7 +524,10 @@ def judge(
 
 
 def _are_constants(held: Held, scalars: Sequence[float], *, computes: bool) -> bool:
-    """Return whether the caller gave these numbers. Ops that compute may change the sign of an infinity."""
+    """Return whether the program passed these infs or nans to the op as Python numbers.
+
+    Ops that compute may change the sign of an inf.
+    """
     if "nan" in held:
         return any(map(math.isnan, scalars))
     if computes:
@@ -509,7 +536,7 @@ def _are_constants(held: Held, scalars: Sequence[float], *, computes: bool) -> b
 
 
 def _is_masked(result: Tensor, given: Sequence[Argument], where: Tensor | None) -> bool:
-    """Return whether at each -inf an input has a number near the negative end of its dtype's range."""
+    """Return whether, where the result is -inf, an input is near the negative end of its dtype's range."""
     values = real_values(result)
     if values is None:
         return False
@@ -527,7 +554,10 @@ def _is_masked(result: Tensor, given: Sequence[Argument], where: Tensor | None) 
 
 
 def _new_elements(result: Tensor, unfinite: Sequence[Argument]) -> Tensor | None:
-    """Return where a pointwise result is not finite although all inputs are, or None if that is unknown."""
+    """Return a mask that is True where a pointwise result is not finite although all inputs are.
+
+    Return None if this is not known.
+    """
     values = real_values(result)
     if values is None:
         return None
@@ -536,7 +566,7 @@ def _new_elements(result: Tensor, unfinite: Sequence[Argument]) -> Tensor | None
         if argument.values is None:
             return None
         finite = argument.values.isfinite()
-        if argument.tensor.is_complex():  # one part that is not finite affects both parts of a result
+        if argument.tensor.is_complex():  # a non-finite real or imaginary part affects both parts of a result
             finite = finite.all(-1, keepdim=True).expand_as(finite)
         spread = _spread(finite, new)
         if spread is None:
@@ -546,7 +576,7 @@ def _new_elements(result: Tensor, unfinite: Sequence[Argument]) -> Tensor | None
 
 
 def _spread(mask: Tensor, over: Tensor) -> Tensor | None:
-    """Return an argument's mask, broadcast to the shape of a result, or None if it cannot be."""
+    """Return a mask broadcast to the shape of a result, or None if the shapes do not allow it."""
     try:
         return mask.broadcast_to(over.shape)
     except RuntimeError:

@@ -1,1 +1,1 @@
-"""The page of a run: one HTML file that shows what mixed precision did to it."""
+"""Write the run report, a single HTML file that shows how mixed precision behaves in a run."""

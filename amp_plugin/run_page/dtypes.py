@@ -1,4 +1,4 @@
-"""The dtypes of a model in training: of weights, of modules' results, of gradients and optimizer state."""
+"""Find the dtypes of a model's weights, module results, gradients and optimizer state in training."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from amp_plugin.weights.shard import local_of
 from amp_plugin.weights.weight import half_of
 
 Branch = dict[str, Any]
-"""A module as a dict: name, kind, dtypes as text, elements, bytes held, and the modules inside it."""
+"""A module as a dict with its name, class, dtypes, number of parameters, bytes and submodules."""
 
-# The names of autograd nodes of matrix products, convolutions, recurrent layers and attention.
+# Matches the autograd nodes of matrix products, convolutions, recurrent layers and attention.
 _PRODUCT: Final = re.compile(
     r"((Sparse)?(Mm|Addmm|Addbmm|Bmm|Baddbmm|Mv|Addmv|Dot|Linear)|\w*Convolution\w*|\w*Rnn\w*|ScaledDot\w*)Backward\d*"
 )
-_MOST_NODES: Final = 20_000  # most graph nodes per module
+_MOST_NODES: Final = 20_000  # at most so many graph nodes are visited per module
 
 
 class Survey:
-    """Follows the first training step of models, and reports the dtypes in which their modules compute.
+    """Watches the first training step of models, and reports the dtypes in which their modules compute.
 
-    A module computes in the dtype of its matrix products and convolutions, or of those within it. If there
-    are none, it computes in the dtype of its first result.
+    A module is said to compute in the dtype of its matrix products and convolutions, including those of its
+    submodules. If it has no such ops, the dtype of its first result counts.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -45,13 +45,13 @@ class Survey:
         self._hooks = ModuleHooks(models, self._note)
         self._states: tuple[RegionState, ...] = ()
         self._results: dict[str, torch.dtype] = {}
-        self._products: dict[str, list[torch.dtype]] = {}  # by name of a module that has parameters itself
-        self._formats: dict[str, OperandRange] = {}  # ranges of the inputs of layers below 16 bits
+        self._products: dict[str, list[torch.dtype]] = {}  # dtypes of matrix products by module name
+        self._formats: dict[str, OperandRange] = {}  # ranges of inputs of layers that run below 16 bits
         self._gradients: dict[Tensor, tuple[torch.dtype, int]] = {}
         self._is_over = False
 
     def open(self) -> None:
-        """Start to follow the modules."""
+        """Start to watch the modules."""
         self._hooks.open()
 
     def _note(self, name: str, module: nn.Module, given: object, made: object) -> None:
@@ -70,7 +70,7 @@ class Survey:
             self._formats[name] = input_range(chosen, tree_leaves(given))
 
     def close(self) -> None:
-        """Stop following. A second call does nothing."""
+        """Stop watching the modules. A second call does nothing."""
         if self._is_over:
             return
         self._is_over = True
@@ -81,15 +81,16 @@ class Survey:
                     self._gradients[param] = param.grad.dtype, bytes_of(param.grad)
 
     def dtype_of(self, module: str) -> torch.dtype:
-        """Return the dtype of a module's gradients.
+        """Return the dtype in which a module's gradients are computed.
 
-        It is the dtype of the module's results, or, if that is unknown, the dtype of the autocast region.
+        This is the dtype of the module's results. If it is not known, the dtype of the autocast region
+        counts.
         """
         lowest = next((state.dtype for state in self._states if state.enabled), torch.float32)
         return self._results.get(module, lowest)
 
     def trees(self, optimizers: Iterable[Optimizer]) -> list[Branch]:
-        """Return the modules of the models, with the present optimizer state of each."""
+        """Return the module tree of each model, with the dtypes of the present optimizer state."""
         state = {param: entry for optimizer in optimizers for param, entry in optimizer.state.items()}
         return [self._branch(prefix.rstrip("."), model, state) for prefix, model in prefixes(self._models)]
 
@@ -125,10 +126,10 @@ class Survey:
 
 
 def _product_dtypes(made: Sequence[object], given: Sequence[object]) -> list[torch.dtype]:
-    """Return the dtypes of the matrix products between a module's inputs and results, each once.
+    """Return the dtypes of the matrix products between a module's inputs and results, without duplicates.
 
-    They are read from the autograd graph. The list is empty if there is no graph, for example in compiled
-    code, and if the module multiplies no matrices.
+    The dtypes are read from the autograd graph. The list is empty if there is no graph, for example in
+    compiled code, or if the module multiplies no matrices.
     """
 
     def nodes_of(values: Sequence[object]) -> list[Any]:
@@ -142,7 +143,7 @@ def _product_dtypes(made: Sequence[object], given: Sequence[object]) -> list[tor
             continue
         seen.add(node)
         if _PRODUCT.fullmatch(node.name()):
-            found[node._input_metadata[0].dtype] = None  # the gradient that arrives has the result's dtype
+            found[node._input_metadata[0].dtype] = None  # the incoming gradient has the result's dtype
         waiting += [before for before, _ in node.next_functions if before is not None]
     return [*found]
 

@@ -1,8 +1,8 @@
-"""Measures how close each module's gradients come to the limits of their dtype.
+"""Measure how close each module's gradients come to the limits of their dtype.
 
-Gradients are read after a step, when they are unscaled and clipped. To recover the numbers that the backward
-pass made, they are multiplied by the loss scale and divided by the clip factor. The largest number is exact.
-The share of zeros is estimated from a sample.
+Gradients are read after the optimizer step, when they are unscaled and clipped. They are multiplied by the
+loss scale and divided by the clip factor, which gives the values that the backward pass computed. The largest
+magnitude is exact. The fraction of zeros is estimated from a sample of the elements.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from amp_plugin.scaling.gradients import local_gradient
 from amp_plugin.scaling.step_log import StepResult
 
 BUDGET: Final = 0.0025
-"""The share of a run's time that reading gradients may take. Writing the page may take the same share."""
+"""The fraction of a run's time that reading gradients may take.
 
-_MOST_ELEMENTS = 4096  # sample size per parameter
-_MOST_COLUMNS = 360  # most columns of the map
+Writing the HTML file may take the same fraction.
+"""
+
+_MOST_ELEMENTS = 4096  # the size of the sample per parameter
+_MOST_COLUMNS = 360  # the map has at most so many columns
 _MOST_ROWS = 250
-_FAR = 16  # with more bits left than this, the page shows nothing: such dtypes have fp32's range
+_FAR = 16  # in bf16 and fp32, a module with more bits of headroom than this is not mentioned
 
 
 def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of models with their names.
+    """Yield the names and parameters of models.
 
-    For several models, names are like ``Critic[1].layer.weight``.
+    If there are several models, a name looks like ``Critic[1].layer.weight``.
     """
     for prefix, model in prefixes(models):
         for name, param in model.named_parameters():
@@ -41,7 +44,7 @@ def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Para
 
 
 class Headroom:
-    """The measurements of models' gradients."""
+    """The measurements of the gradients of models."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         rows: dict[str, int] = {}
@@ -49,19 +52,22 @@ class Headroom:
             param: rows.setdefault(_owner(name), len(rows)) for name, param in named_parameters(models)
         }
         self.modules = list(rows)
-        self.first: list[int] = []  # the first step of each column
+        self.first: list[int] = []  # the first step of each column of the map
         self.last: list[int] = []
-        # Shape modules x columns; nan if a module had no gradient.
+        # Both have the shape modules x columns. An entry is nan if the module had no gradient.
         self._largest = self._zeros = torch.empty(len(rows), 0)
         self.reads, self.seconds = 0, 0.0
         self._began = time.perf_counter()
 
     def is_due(self) -> bool:
-        """Return whether the budget allows another read. It always allows the first one."""
+        """Return whether the time budget allows to read gradients again. The first read is always allowed."""
         return self.seconds <= BUDGET * (time.perf_counter() - self._began)
 
     def note_overflow(self, step: int, names: Iterable[str]) -> None:
-        """Add a skipped step, given the names of the parameters that overflowed. Nothing is read."""
+        """Add a skipped step to the map, given the names of the parameters that overflowed.
+
+        No gradient is read.
+        """
         owners = {_owner(name) for name in names}
         largest = torch.tensor([math.inf if name in owners else math.nan for name in self.modules])
         if largest.isinf().any():
@@ -90,7 +96,7 @@ class Headroom:
         self._add(step, nothing.scatter_reduce(0, rows, norms, "amax", include_self=False), zeros)
 
     def _add(self, step: int, largest: Tensor, zeros: Tensor) -> None:
-        """Add a column to the map. If there are too many, neighbouring columns are merged in pairs."""
+        """Add a column to the map. If the map is full, each two neighbouring columns are merged first."""
         if len(self.first) == _MOST_COLUMNS:
             self.first, self.last = self.first[::2], self.last[1::2]
             self._largest = torch.fmax(self._largest[:, ::2], self._largest[:, 1::2])
@@ -101,25 +107,31 @@ class Headroom:
         self._zeros = torch.cat([self._zeros, zeros[:, None]], dim=1)
 
     def bits(self, dtypes: Mapping[str, torch.dtype]) -> Tensor:
-        """Return how often the largest gradient could double, as modules x columns; -1 means overflow."""
+        """Return how often the largest gradient could double before it overflows, as modules x columns.
+
+        An entry of -1 means that the gradient has overflowed.
+        """
         limits = [[torch.finfo(dtypes[name]).max] for name in self.modules]
         return (torch.tensor(limits, dtype=torch.float64) / self._largest).log2().clamp(min=-1.0)
 
     def nearest(self, dtypes: Mapping[str, torch.dtype]) -> list[str]:
-        """Return a sentence about the module that came closest to overflow in a step that was not skipped."""
+        """Return a sentence about the module that came closest to overflow in steps that were not skipped.
+
+        The list is empty if no module came near it.
+        """
         bits = self.bits(dtypes).nan_to_num(nan=math.inf)
         bits[:, (bits < 0).any(dim=0)] = math.inf
         if not bits.isfinite().any():
             return []
         row, column = divmod(int(bits.argmin()), len(self.first))
         if bits[row, column] > _FAR and torch.finfo(dtypes[self.modules[row]]).max > 1e38:
-            return []  # no gradient comes near the limit of its dtype
-        name, at = self.modules[row], f"at step {self.first[column]} its largest gradient"
-        doubled = f"could double {bits[row, column]:.1f} times in {short_name(dtypes[name])}"
+            return []  # no gradient is near the limit of its dtype
+        name, at = self.modules[row], f"its largest gradient at step {self.first[column]}"
+        doubled = f"could double {bits[row, column]:.1f} times before {short_name(dtypes[name])} overflows"
         return [f"{name or '(model)'}: {at} {doubled}"]
 
     def cells(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
-        """Return the map: module names, steps, and for each module its bits and its zeros in percent."""
+        """Return the map as a dict, with module names, steps, bits of headroom and zeros in percent."""
         bits = self.bits(dtypes)
         padded = nn.functional.pad(bits.nan_to_num(nan=math.inf), (0, 1), value=math.inf)
         order = sorted(padded.amin(dim=1).argsort()[:_MOST_ROWS].tolist())
@@ -142,7 +154,7 @@ def _on_host(numbers: Iterable[Tensor]) -> Tensor:
 
 
 def _times_made(result: StepResult) -> float:
-    """Return the factor that turns the gradients after a step into those that the backward pass made."""
+    """Return the factor by which gradients after a step are multiplied to undo unscaling and clipping."""
     before, after = result.norm, result.clipped_norm
     if before is None or after is None:
         return result.scale_before

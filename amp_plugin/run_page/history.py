@@ -1,4 +1,4 @@
-"""The history of a run's optimizer steps: loss scale, norms, loss, and each skipped step with its reason."""
+"""Keep the history of a run's optimizer steps, with loss scale, gradient norms, loss and skipped steps."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from amp_plugin.run_page.headroom import shown
 from amp_plugin.scaling.overflows import OverflowReport
 from amp_plugin.scaling.step_log import StepResult
 
-_MOST_STEPS: Final = 10_000  # most points of a curve; if there are more, every second one is dropped
-_FAR_LOWER: Final = 4.0  # if a step was taken at this many times the scale, lowering the scale does not help
-_MOST_SKIPS: Final = 1_000  # most skipped steps that are kept with their parameters; all of them are counted
+_MOST_STEPS: Final = 10_000  # if a curve has more points, every second point is dropped
+# If an earlier step succeeded at this many times the present scale, lowering the scale does not help.
+_FAR_LOWER: Final = 4.0
+_MOST_SKIPS: Final = 1_000  # the details of at most so many skipped steps are kept
 
 
 class Point(NamedTuple):
     """One optimizer step."""
 
-    step: int  # the number that the log has given to the step
+    step: int  # the number of the step in the step log
     optimizer: str
     scale: float | None
-    before: float | None  # norm of the unscaled gradients before clipping
-    after: float | None  # norm of the unscaled gradients after clipping
+    before: float | None  # the norm of the unscaled gradients before clipping
+    after: float | None  # the norm of the unscaled gradients after clipping
     loss: float | None
 
 
@@ -32,32 +33,35 @@ class Point(NamedTuple):
 class Skip:
     """A skipped step."""
 
-    step: int  # the number that the log has given to the step
+    step: int  # the number of the step in the step log
     optimizer: str
-    scale: float | None  # None if the loss is not scaled
-    in_a_row: int  # number of skipped steps in a row, up to and including this one
+    scale: float | None  # the loss scale; None if the loss is not scaled
+    in_a_row: int  # the number of skipped steps in a row, including this one
     report: OverflowReport
     loss: float | None
-    lowering_helps: bool = True  # False in skips that go on, at scales far below one that worked
+    lowering_helps: bool = True  # False if the skips go on far below a loss scale that worked before
 
     @property
     def parameters(self) -> str:
-        """The parameters whose gradients were not finite, as one line."""
+        """One line that names the parameters whose gradients were not finite."""
         return self.report.summary()
 
     @property
     def meaning(self) -> str:
-        """What it means, as one line."""
+        """One line that says what the skipped step means."""
         return replace(self.report, scaled=self.report.scaled and self.lowering_helps).meaning()
 
     @property
     def is_spike(self) -> bool:
-        """Whether its gradients were finite."""
+        """Whether the step was skipped because its gradient norm had a spike, not because of inf or nan."""
         return bool(self.report.spike)
 
     @property
     def blames_scale(self) -> bool:
-        """Whether a lower loss scale would help: as far as was seen, only gradients were not finite."""
+        """Whether a lower loss scale would help.
+
+        It would if, as far as is known, the loss was finite and only gradients were not.
+        """
         if self.is_spike or self.scale is None or not self.lowering_helps:
             return False
         if self.loss is not None and not math.isfinite(self.loss):
@@ -69,35 +73,36 @@ class Skip:
 
 
 class History:
-    """The steps of one run, taken from its log."""
+    """The optimizer steps of one run, taken from its step log."""
 
     def __init__(self) -> None:
-        self.steps = self.skipped = self._zero_steps = 0  # over all optimizers
-        self.is_wrong = False  # whether the last step was skipped, or its loss or gradients were not finite
-        self.growth = 1.0  # the factor by which weights had grown at the last skipped or wrong step
-        # Steps whose loss was not finite, or that were taken with gradients that were not finite.
+        self.steps = self.skipped = self._zero_steps = 0  # numbers of steps of all optimizers
+        self.is_wrong = False  # whether the last step was skipped or had a non-finite loss or gradient
+        self.growth = 1.0  # the factor by which weights had grown at the last step that went wrong
+        # The steps whose loss was not finite, or that updated weights with non-finite gradients.
         self.wrong_steps: list[int] = []
-        self.skips: list[Skip] = []  # the first _MOST_SKIPS ones
-        self.per_point = 1  # one of this many steps becomes a point of the curves
+        self.skips: list[Skip] = []  # the first _MOST_SKIPS skipped steps
+        self.per_point = 1  # every so many steps, one step becomes a point of the curves
         self._points: list[Point] = []
+        # The optimizers whose steps are skipped again and again although the loss scale falls.
+        self._unhelped: set[str] = set()
         # Maps an optimizer to the loss scale of its last step that was not skipped.
-        self._unhelped: set[str] = set()  # optimizers whose present skips go on at ever lower scales
         self._landed_at: dict[str, float] = {}
         self._losses: list[Tensor] = []
 
     def note_growth(self, factor: float) -> None:
-        """Record the factor by which weights have grown up to a step that went wrong."""
+        """Record the factor by which weights have grown at a step that went wrong."""
         self.growth = factor
 
     def hear_loss(self, loss: Any) -> None:
-        """Add the loss of a micro-batch to the loss of the current step."""
+        """Add the loss of a micro-batch to the loss of the present step."""
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach())
 
     def add(self, result: StepResult, overflowed: OverflowReport | None) -> None:
-        """Add a step whose result the host knows.
+        """Add a step of which the host knows whether it was skipped.
 
-        ``overflowed`` names the gradients that were not finite if the step was skipped.
+        If the step was skipped, ``overflowed`` names the gradients that were not finite.
         """
         self.steps += 1
         number, scale = result.number, result.scale_before if result.is_scaled else None
@@ -117,7 +122,7 @@ class History:
             self._points = [point for point in self._points if point.step % self.per_point == 0]
         if overflowed is None:
             self._landed_at[result.name] = scale or 1.0
-            self._note_help(result.name, after=-1, helps=True)  # a step was taken again
+            self._note_help(result.name, after=-1, helps=True)  # this step was not skipped
             return
         self.skipped += 1
         skip = Skip(
@@ -133,7 +138,7 @@ class History:
             self._note_help(result.name, after=number - result.in_a_row, helps=False)
 
     def _note_help(self, optimizer: str, *, after: int, helps: bool) -> None:
-        """Note whether lowering the scale helps at an optimizer's skips after a step."""
+        """Record whether a lower loss scale helps against the skips of an optimizer after step ``after``."""
         if helps and optimizer not in self._unhelped:
             return
         (self._unhelped.discard if helps else self._unhelped.add)(optimizer)
@@ -144,7 +149,10 @@ class History:
 
     @property
     def finding_scale(self) -> list[Skip]:
-        """The skips at the beginning of a run, while the loss scale falls; empty if no step was taken."""
+        """The skipped steps at the beginning of a run, in which the scaler finds the loss scale.
+
+        The list is empty if all steps were skipped.
+        """
         if self.skipped == self.steps:
             return []
         skips = [skip for skip in self.skips if skip.in_a_row == skip.step]
@@ -152,25 +160,25 @@ class History:
 
     @property
     def is_at_fault(self) -> bool:
-        """Whether something went wrong that a lower loss scale would not fix."""
+        """Whether something other than the loss scale is at fault."""
         return bool(self.wrong_steps) or not all(skip.blames_scale or skip.is_spike for skip in self.skips)
 
     @property
     def spikes(self) -> int:
-        """The number of spikes among the skipped steps that are kept."""
+        """The number of steps in ``skips`` that were skipped because of a spike of the gradient norm."""
         return sum(skip.is_spike for skip in self.skips)
 
     @property
     def loss_growth(self) -> float:
-        """The largest finite loss before the last skip, divided by the first loss."""
+        """The largest finite loss so far, divided by the first loss."""
         losses = [abs(point.loss) for point in self._points if point.loss is not None]
         return max(losses) / losses[0] if losses and losses[0] > 0 else 1.0
 
     @property
     def learns_nothing(self) -> bool:
-        """Whether all gradients were zero in every step that was taken."""
+        """Whether all gradients were zero in every step that was not skipped."""
         return 0 < self.steps - self.skipped == self._zero_steps
 
     def curves(self) -> dict[str, list[Any]]:
-        """Return the values at all points, by the name of the number."""
+        """Map the name of each curve to its values at all points."""
         return {name: [getattr(point, name) for point in self._points] for name in Point._fields}

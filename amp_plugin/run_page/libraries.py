@@ -1,10 +1,10 @@
-"""Checks for the packages that draw the page, without importing torch."""
+"""Check that the packages that draw the run report are installed, without importing torch."""
 
 from importlib.util import find_spec
 
 
 def require_libraries() -> None:
-    """Raise if the packages that draw the page are missing."""
+    """Raise an ImportError if a package that draws the run report is missing."""
     for package in ("altair", "jinja2", "vl_convert"):
         if find_spec(package) is None:
             packages = "altair jinja2 vl-convert-python"

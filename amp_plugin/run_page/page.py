@@ -1,4 +1,4 @@
-"""Renders the page: one HTML text that contains everything it needs."""
+"""Render the run report as a single HTML text that needs no other files."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from amp_plugin.numerics.growth import DIVERGES, grown
 from amp_plugin.run_page.headroom import Headroom
 from amp_plugin.run_page.history import History
 
-_MOST_LISTED: Final = 50  # most rows of the table of skipped steps
+_MOST_LISTED: Final = 50  # the table of skipped steps has at most so many rows
 _MOST_RANGES: Final = 12
 _MOST_CHANGES: Final = 3
 _TOO_HIGH: Final = (
-    "the loss scale was too high for the gradients, so it was lowered; this is how the scaler finds it"
+    "the loss scale was too high for the gradients, so the scaler lowered it; this is how it finds the scale"
 )
-_LOSS_GROWN: Final = 100.0  # If the loss grows by this factor, the training diverges.
-_OFTEN: Final = 0.05  # If more than this share of steps is skipped, the page proposes a change.
+_LOSS_GROWN: Final = 100.0  # training counts as diverged if the loss grows by this factor
+_OFTEN: Final = 0.05  # a change is proposed if more than this fraction of steps is skipped
 
 
 @cache
 def _runtime() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script."""
+    """Return the JavaScript of Vega, Vega-Lite and vega-embed as one script."""
     import vl_convert  # noqa: PLC0415 - of the extra
 
     script = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
@@ -54,7 +54,7 @@ def render(
     diagnose: str,
     **facts: object,
 ) -> str:
-    """Return the page as HTML. ``facts`` are shown unchanged."""
+    """Return the run report as HTML. ``facts`` are passed to the template unchanged."""
     cells, curves = headroom.cells(dtypes), history.curves()
     charts = curve_charts(curves, has_skips=bool(history.skips)) if history.steps else {}
     maps = map_charts(cells["modules"]) if cells["first"] and history.steps else {}
@@ -81,13 +81,13 @@ def render(
     return text
 
 
-# -- in words ------------------------------------------------------------------------------------
+# -- in words -----------------------
 
 
 def in_short(history: History, nearest: list[str], unseen: list[str], diagnose: str) -> dict[str, list[str]]:
-    """Return the short answers at the top of the page, by question.
+    """Map each question at the top of the run report to its short answers.
 
-    They say when and why steps were skipped, what is close to overflow, and what to change.
+    The answers say when and why steps were skipped, what is close to overflow, and what to change.
     """
     if not history.steps:
         return {"steps": unseen or ["no optimizer step yet"]}
@@ -97,19 +97,19 @@ def in_short(history: History, nearest: list[str], unseen: list[str], diagnose: 
     answers = {
         "skipped": [skipped + numbers],
         "why": _reasons(history),
-        "loss not finite": [_ranges(history.wrong_steps)] if history.wrong_steps else [],
-        "gradients": [f"all gradients are zero in each of the {taken} steps that were taken"]
+        "loss or gradients not finite": [_ranges(history.wrong_steps)] if history.wrong_steps else [],
+        "gradients": [f"all gradients are zero in each of the {taken} steps that were not skipped"]
         * history.learns_nothing,
         "nearest to overflow": nearest,
-        "change": _changes(history),
-        "op and line": [f"{diagnose} (a run of its own)"] * history.is_at_fault,
-        "not seen": unseen,
+        "what to change": _changes(history),
+        "op and line": [f"to find them, run the program again with: {diagnose}"] * history.is_at_fault,
+        "not shown": unseen,
     }
     return {question: answer for question, answer in answers.items() if answer}
 
 
 def _reasons(history: History) -> list[str]:
-    """Return each reason why steps were skipped, with the numbers of these steps."""
+    """Return each reason for which steps were skipped, with the numbers of these steps."""
     steps: dict[str, list[int]] = {}
     # Maps a reason to the parameters of the first step that was skipped for this reason.
     first: dict[str, str] = {}
@@ -130,7 +130,7 @@ def _changes(history: History) -> list[str]:
     if finding_scale:
         scale = min(skip.scale or 1.0 for skip in finding_scale) / 2
         steps = _ranges([skip.step for skip in finding_scale])
-        changes.append(f"lower init_scale to {scale:g}: {steps} went into finding the scale")
+        changes.append(f"lower init_scale to {scale:g}: {steps} were lost to finding the loss scale")
     if history.learns_nothing:
         lost = "raise init_scale" if has_scale else "in fp16 use a loss scale"
         changes.append(
@@ -138,22 +138,22 @@ def _changes(history: History) -> list[str]:
             f"factor of 0; if the gradients are too small for the dtype, {lost}"
         )
     others = history.skipped - len(finding_scale) - history.spikes
-    # Weights grow without limit, so a wider dtype would only delay the end.
+    # If weights grow without limit, a wider dtype only delays the overflow.
     if growth := grown(history.growth):
         return [f"{growth}{DIVERGES}"]
     if (times := history.loss_growth) >= _LOSS_GROWN and others + len(history.wrong_steps):
         return [f"the loss had grown to {times:.3g} times its first value: {DIVERGES}"]
     if not all(skip.lowering_helps for skip in history.skips):
         changes.append(
-            "find the op and the line by the command below: lowering the loss scale did not help, although "
-            "steps had been taken at a far higher one"
+            "run the command below to find the op and its line: a lower loss scale did not help, although "
+            "earlier steps succeeded with a much higher loss scale"
         )
     elif has_scale and 0 < others <= max(1, _OFTEN * history.steps) and not history.wrong_steps:
         changes.append("nothing: a few skips keep the loss scale as high as the gradients allow")
     elif others or history.wrong_steps:
-        changes.append("look at the modules that overflow, below; compute them in fp32 or use bf16")
+        changes.append("look below at the modules that overflow; compute these modules in fp32, or use bf16")
     if history.spikes:
-        changes.append("look at the batches of the spikes that on_spike= has skipped")
+        changes.append("look at the batches at which on_spike= skipped a step")
     return changes[:_MOST_CHANGES] or ["nothing: no step was skipped"]
 
 
@@ -176,14 +176,14 @@ _POWER_OF_TWO: Final = (  # a tick label of the loss scale
     "datum.value >= 1 && datum.value < 1000 || abs(log(datum.value) / LN2 - round(log(datum.value) / LN2)) "
     "> 1e-6 ? format(datum.value, '~g') : '2^' + format(log(datum.value) / LN2, '.0f')"
 )
-# A point between two gaps. A line does not show such a point.
+# Selects a point between two gaps, which a line does not show.
 _ALONE: Final = "isValid(datum.value) && !isValid(datum.previous) && !isValid(datum.next)"
-_LABEL: Final = 27  # characters of a module's name next to the map; more if two names would be equal
+_LABEL: Final = 27  # module names next to a map have so many characters, or more if two would be equal
 _ROW, _MAP_HEIGHT = 18, 620
 
 
 def curve_charts(curves: dict[str, list[Any]], *, has_skips: bool) -> dict[str, dict[str, Any]]:
-    """Return a dict from id to chart, for the curves over optimizer steps."""
+    """Map the id of each chart with curves over optimizer steps to the chart."""
     import altair as alt  # noqa: PLC0415 - of the extra
 
     several = len(set(curves["optimizer"])) > 1
@@ -207,7 +207,10 @@ def _steps(alt: Any, column: str) -> Any:
 
 
 def _has_alone(curves: dict[str, list[Any]], columns: list[str], base: int | None) -> bool:
-    """Return whether any point stands between two gaps. A chart layer without points would have no extent."""
+    """Return whether any point stands between two gaps.
+
+    Only then is a layer for such points drawn, because a layer without points has no extent.
+    """
     for name in columns:
         shown: dict[str, list[bool]] = {}
         for optimizer, value in zip(curves["optimizer"], curves[name], strict=True):
@@ -257,7 +260,7 @@ def _line(alt: Any, columns: list[str], base: int | None, *, several: bool, has_
 
 
 def _skips(alt: Any) -> Any:
-    """Return a chart layer with a mark at each skipped step."""
+    """Return a chart layer that marks each skipped step."""
     tips = [
         alt.Tooltip("step:Q", title="skipped step"),
         alt.Tooltip("scale:Q", title="loss scale"),
@@ -269,7 +272,7 @@ def _skips(alt: Any) -> Any:
     return alt.layer(rules, heads.encode(y=alt.value(4)))
 
 
-_MAPS: Final = {  # the legend, description, domain and colours of each map, by its name
+_MAPS: Final = {  # maps the name of a map to its legend, description, domain and colours
     "bits": (
         "bits left",
         "Bits of headroom of each module's largest gradient, by step",
@@ -286,7 +289,7 @@ _MAPS: Final = {  # the legend, description, domain and colours of each map, by 
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Return short names for long ones. They are cut in the middle, so that all of them differ."""
+    """Map long names to short names, which are cut in the middle. All short names are different."""
     for width in range(_LABEL, max(map(len, names), default=0)):
         for head in range(width // 3, width - 5):
             cut = {
@@ -300,7 +303,7 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def map_charts(modules: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the two maps over modules and steps: the bits of headroom, and the share of zeros."""
+    """Return two maps over modules and steps, one for the bits of headroom and one for the share of zeros."""
     import altair as alt  # noqa: PLC0415 - of the extra
 
     rows, shorter = len(modules), short_names(modules)

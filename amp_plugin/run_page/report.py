@@ -1,4 +1,4 @@
-"""``report()`` writes an HTML page about a run's numerics while the run goes on."""
+"""Write an HTML file, the run report, about a run's numerics while the run goes on."""
 
 from __future__ import annotations
 
@@ -43,19 +43,20 @@ from amp_plugin.scaling.overflows import OverflowReport, names_of
 from amp_plugin.scaling.ranks import rank_of_process
 from amp_plugin.scaling.step_log import StepLog, StepResult, new_logs
 
-_SECONDS: Final = 10.0  # the shortest time between two writes
-_MOST_GROWTHS: Final = 20  # the growth of weights is read at most this often, at steps that went wrong
+_SECONDS: Final = 10.0  # the file is written again after this many seconds at the earliest
+_MOST_GROWTHS: Final = 20  # the growth of weights is measured at so many wrong steps at most
 _PACKAGES: Final = ("torch", "amp_plugin", "accelerate", "lightning", "pytorch_lightning", "transformers")
 
 
 class RunReport:
-    """A page that follows a run while its block is open; see ``report``.
+    """The context manager that ``report`` returns. It watches a run while its block is open.
 
-    It only reads. If it fails, it gives one warning and stops, and the run continues.
+    The report only reads from the run. If the report fails, it gives one warning and stops, and the run
+    continues.
 
     Attributes:
-        path: The path of the page, which rank 0 writes.
-        history: The history of the steps.
+        path: The path of the HTML file, which only rank 0 writes.
+        history: The history of the optimizer steps.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class RunReport:
         models: nn.Module | Sequence[nn.Module],
         path: str | Path,
         *,
-        options: object = None,  # a dataclass of options, shown on the page
+        options: object = None,  # a dataclass of options, which the report shows
     ) -> None:
         require_libraries()
         self._log, self._options = log, options
@@ -84,10 +85,10 @@ class RunReport:
         self._modules = ModuleWatch(self._log, self._models)
 
     def __enter__(self) -> Self:
-        """Start to follow the run, and write a first page.
+        """Start to watch the run, and write the file for the first time.
 
         Raises:
-            OSError: The page cannot be written to this path.
+            OSError: The file cannot be written to this path.
         """
         with random_numbers_kept(), ExitStack() as stack:
             if self._writes:
@@ -106,17 +107,17 @@ class RunReport:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop, and write the last page, which says how the run ended."""
+        """Stop watching, and write the file for the last time. It then says how the run ended."""
         with random_numbers_kept(), self._open:
             if error is None:
                 self._log.read(wait=True)
             first_line = shorten(str(error).partition("\n")[0], 200, placeholder=" ...")
             self._state = "finished" if error is None else f"ended by {type(error).__name__}: {first_line}"
         self._optimizers.clear()
-        self._take([])  # drop all references to the run
+        self._take([])  # drop all references to models
 
     def follow(self, models: Sequence[nn.Module]) -> None:
-        """Start to follow these models."""
+        """Watch these models from now on."""
         with only_warning(self._name, self._give_up):
             if models != self._models:
                 self._unfollow()
@@ -134,7 +135,7 @@ class RunReport:
         return f"the report {self.path}"
 
     def _give_up(self) -> None:
-        """Stop following the run."""
+        """Stop watching the run."""
         self._writes = False
         self._open.close()
 
@@ -168,7 +169,7 @@ class RunReport:
                 self._try_to_write()
 
     def _named(self, report: OverflowReport, optimizer: Optimizer) -> OverflowReport:
-        """Return the report with the model's names for parameters without a name."""
+        """Return the overflow report with the model's names for parameters that have only a number."""
         names = {id(param): name for name, param in named_parameters(self._models)}
         params = list(params_of(optimizer))
         numbered = names_of(params, optimizer, {})
@@ -177,21 +178,20 @@ class RunReport:
         return replace(report, inf=inf, nan=nan, named=report.named or not {*inf, *nan} & {*numbered})
 
     def _try_to_write(self) -> None:
-        """Write the page. If that fails, for example on a full disk, warn."""
+        """Write the file. If this fails, for example because the disk is full, give a warning."""
         if self._writes:
             with only_warning(self._name, self._give_up):
                 self.write()
 
     def write(self) -> None:
-        """Write the present page. The file is replaced atomically."""
+        """Write the report as it is now. The file is replaced atomically."""
         start = time.perf_counter()
         dtypes = {name: self._survey.dtype_of(name) for name in self._headroom.modules}
         text = render(self.history, self._headroom, dtypes, **self._facts())
         unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            unfinished.write_text(
-                text, encoding="utf-8", errors="backslashreplace"
-            )  # file names may contain bytes that are not UTF-8
+            # errors= is needed, because file names may contain bytes that are not UTF-8.
+            unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
             unfinished.replace(self.path)
         finally:
             with suppress(OSError):
@@ -225,40 +225,40 @@ class RunReport:
         }
 
     def _unseen(self) -> list[str]:
-        """Return one sentence for each kind of step that the page cannot show completely."""
+        """Return a sentence for each kind of step that the report cannot show completely."""
         texts = []
         if self._log.has_captured:
-            skipped = f"skipped in all, replays included: {self._log.skipped_steps()}."
+            skipped = f"The number of skipped steps, including replays, is {self._log.skipped_steps()}."
             texts.append(
-                "Steps captured in a CUDA graph are not drawn, because replays do not run Python code; "
+                "Steps captured in a CUDA graph are not drawn, because replays do not run Python code. "
                 f"{skipped}"
             )
         return texts
 
 
 def report(scaler: Any, model: nn.Module, path: str | Path = "run.html") -> RunReport:
-    """Write an HTML page about a run's numerics, and keep it up to date while the block is open.
+    """Write an HTML file about a run's numerics, and keep it up to date while the block is open.
 
-    The page shows the loss scale, skipped steps, gradient norms and the loss. It shows how near each module's
-    gradients come to the limits of their dtype, and the dtypes of the model. From the second skip on it names
-    the module at which a step went wrong; `amp-plugin diagnose` finds the op and its line. The page opens
-    from disk without a network.
+    The file, called the run report, shows the loss scale, skipped steps, gradient norms and the loss. It
+    shows how near each module's gradients come to the limits of their dtype, and the dtypes of the model.
+    From the second skipped step on, it names the module in which the first inf or nan arose. `amp-plugin
+    diagnose` finds the op and its line. A browser can open the file without a network.
 
-    The host waits for the device after each step. Reading gradients takes at most 0.25 % of the time. The
-    page does not change the trained weights.
+    The host waits for the device after each optimizer step. Reading gradients takes at most 0.25 % of the
+    run's time. The report does not change the training.
 
     Args:
-        scaler: The object that steps the optimizers: a GradScaler (a disabled one in bf16 and fp32), a Fabric
-            or Trainer plugin, or an AmpAccelerator.
-        model: The model that is trained. The page uses the names of its modules.
-        path: The path of the page. If another run is writing it, this run takes the next free name
-            (``run-2.html``). Only rank 0 writes.
+        scaler: The object through which the program steps its optimizers. It is a GradScaler, a Fabric or
+            Trainer plugin, or an AmpAccelerator. In bf16 and fp32, use a GradScaler with ``enabled=False``.
+        model: The model that is trained. The report uses the names of its modules.
+        path: The path of the HTML file. If another run is writing to it, this run takes the next free name,
+            such as ``run-2.html``. Only rank 0 writes the file.
 
     Returns:
-        A context manager. Its ``path`` is the path of the page.
+        A context manager. Its attribute ``path`` is the path of the HTML file.
 
     Raises:
-        ImportError: The packages of the extra ``report`` are missing.
+        ImportError: A package of the extra ``report`` is not installed.
 
     Example:
         >>> import tempfile
@@ -282,8 +282,8 @@ def report(scaler: Any, model: nn.Module, path: str | Path = "run.html") -> RunR
 
 
 def _claimed(path: Path, stack: ExitStack) -> Path:
-    """Return the first path that no other run is writing, and lock it until the stack is closed."""
-    if is_watched():  # diagnose repeats the user's run, and must not overwrite that run's page
+    """Return the first path to which no other run is writing, and lock it until ``stack`` is closed."""
+    if is_watched():  # diagnose repeats the user's run, and must not overwrite the report of that run
         path = path.with_name(f"{path.stem}-diagnose{path.suffix}")
     path.parent.mkdir(parents=True, exist_ok=True)
     number, chosen = 1, path
@@ -296,7 +296,7 @@ def _claimed(path: Path, stack: ExitStack) -> Path:
 
 
 def _diagnose() -> str:
-    """Return the command that finds the op and the line at which this program goes wrong."""
+    """Return the ``amp-plugin diagnose`` command that finds the op and the line at fault in this program."""
     program = sys.argv if sys.argv[0].endswith(".py") else ["train.py"]
     return shlex.join(["amp-plugin", "diagnose", *program])
 
@@ -313,15 +313,17 @@ def _now() -> str:
 
 @contextmanager
 def program_page(path: Path, program: str) -> Iterator[None]:
-    """Keep a page about the program that runs inside the block. At the end, print where the page is.
+    """Write a run report about the program that runs inside the block.
 
-    The page follows a scaler, plugin or accelerator of this package: the last one that was made before the
-    model is first called. If the program has none, it follows all optimizer steps, just before they are
-    taken.
+    At the end, the path of the report is printed.
+
+    The report takes its steps from a scaler, plugin or accelerator of this package. If there are several, it
+    is the last one made before the model is first called. If the program has none, the report watches all
+    optimizer steps, just before they are taken.
     """
     logs: list[weakref.ref[StepLog]] = []
     pages: list[RunReport] = []
-    # Created before the program runs, so it cannot be one of the program's scalers.
+    # This scaler is created before the program runs, so it is not mistaken for a scaler of the program.
     observer = GradScaler("cpu", enabled=False)
 
     def before_step(optimizer: Optimizer, _: Any, __: Any) -> None:
@@ -329,7 +331,7 @@ def program_page(path: Path, program: str) -> Iterator[None]:
         observer.core.note_step(optimizer)
 
     def begin(module: nn.Module, _: Any) -> None:
-        """Follow the first module that is called in training mode."""
+        """Begin the report when a module is first called in training mode."""
         trained = module.training and torch.is_grad_enabled() and not is_compiling()
         if pages or not trained or not any(param.requires_grad for param in module.parameters()):
             return
@@ -346,11 +348,11 @@ def program_page(path: Path, program: str) -> Iterator[None]:
             yield
     finally:
         if pages:
-            print(f"amp-plugin: {program} is drawn in {pages[0].path}", file=sys.stderr)
+            print(f"amp-plugin: the run report of {program} is in {pages[0].path}", file=sys.stderr)
     if not pages:
         print(
-            f"amp-plugin: no page was written, because {program} has called no model that is trained, or "
-            "only in compiled code; write `with amp_plugin.report(scaler, model, path):` around the "
-            "loop",
+            f"amp-plugin: no run report was written, because {program} called no model in training mode "
+            "outside of compiled code; write `with amp_plugin.report(scaler, model, path):` around the "
+            "training loop",
             file=sys.stderr,
         )

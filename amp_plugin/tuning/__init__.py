@@ -1,1 +1,1 @@
-"""Finds op rules by measurement: rules that need fewer bytes, or that cure a run that overflows."""
+"""Find op rules by measurement. Such rules save memory or casts, or avoid an overflow."""

@@ -1,8 +1,8 @@
-"""A copy of a folder in which a program runs many times. Each run finds the original files.
+"""Copy a folder, so that a program can run in the copy many times without changing the original.
 
-Files are cloned if the file system can do that (Btrfs, XFS), else copied. The copy holds no link through
-which a program could write into the original. Before each run, only the files that the last run changed are
-copied again.
+On file systems that can clone files (Btrfs, XFS), files are cloned instead of copied. The copy contains no
+link through which a program could write to the original. Before each run, the files that the last run has
+changed are restored.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ except ImportError:  # Windows
 
 from rich import filesize
 
-_MOST_BYTES: Final = 2_000_000_000  # most bytes to copy; clones do not count
+_MOST_BYTES: Final = 2_000_000_000  # at most so many bytes are copied; cloned files do not count
 _MOST_FILES: Final = 50_000
-# Linux's FICLONE on x86-64 and ARM. Other systems refuse it, and the file is copied.
+# The number of Linux's ioctl FICLONE on x86-64 and ARM. If a system refuses it, the file is copied.
 _CLONE: Final = 0x40049409
 
-Signature = tuple[int, int, int, int]  # the signature of a file, which changes when a program writes to it
+Signature = tuple[int, int, int, int]  # numbers of a file that change when a program writes to the file
 
 
 class FolderCopy:
-    """A copy of a folder. It is removed when it is closed or garbage-collected."""
+    """A copy of a folder, which is removed when this object is closed or garbage-collected."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
         self._place = tempfile.TemporaryDirectory(prefix="amp_plugin_tune_")
-        # Maps a file of the copy to the signature that the file had right after it was copied.
+        # Maps a file in the copy to its signature right after it was copied.
         self._kept: dict[Path, Signature | None] = {}
 
     @property
@@ -45,7 +45,7 @@ class FolderCopy:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Restore the copy to the state of the folder, and make it the working directory."""
+        """Make the copy equal to the folder again, and make it the working directory in a block."""
         present, shell = Path.cwd(), os.environ.get("PWD")
         self._restore()
         os.chdir(self._copy)
@@ -64,7 +64,7 @@ class FolderCopy:
         self._place.cleanup()
 
     def _restore(self) -> None:
-        """Copy files that are missing or have changed; remove files that the folder does not have."""
+        """Copy files that are missing or have changed, and remove files that are not in the folder."""
         wanted, copied = {self._copy}, 0
         entries = self._entries(self._folder, self._copy, (self._folder, self._copy))
         for number, (source, target) in enumerate(entries, 1):
@@ -78,7 +78,7 @@ class FolderCopy:
                     _remove(place)
 
     def _restore_entry(self, source: Path, target: Path, copied: int) -> int:
-        """Make an entry of the copy equal to the entry of the folder.
+        """Make a file, folder or link in the copy equal to its original.
 
         Return the number of bytes that were copied.
         """
@@ -98,7 +98,10 @@ class FolderCopy:
         return 0
 
     def _entries(self, source: Path, target: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, Path]]:
-        """Yield each file, folder and link to copy, with its path in the copy. Folders come first."""
+        """Yield each file, folder and link to copy, with its path in the copy.
+
+        A folder comes before its contents.
+        """
         for entry in sorted(source.iterdir()):
             copy = target / entry.name
             is_link = entry.is_symlink() and self._stays_inside(entry)
@@ -109,12 +112,15 @@ class FolderCopy:
                 yield from self._entries(entry, copy, (*above, entry.resolve()))
 
     def _stays_inside(self, link: Path) -> bool:
-        """Return whether a link is relative and stays inside the folder, so that it works in the copy."""
+        """Return whether a link is relative and points into the folder, so that it also works in the copy."""
         to = link.readlink()
         return not to.is_absolute() and (link.parent.resolve() / to).resolve().is_relative_to(self._folder)
 
     def _copy_file(self, source: Path, target: Path, copied: int) -> int:
-        """Clone or copy a file, after so many bytes of others; return its bytes, 0 for a clone."""
+        """Clone or copy a file, and return the number of bytes that were copied.
+
+        ``copied`` is the number of bytes that were copied before.
+        """
         size = 0
         if not _clone(source, target):
             size = source.stat().st_size
@@ -137,7 +143,10 @@ class FolderCopy:
 
 
 def _is_copied(folder: Path, above: tuple[Path, ...]) -> bool:
-    """Return whether a folder is copied. Virtual environments, and links back to a folder above, are not."""
+    """Return whether a folder is copied.
+
+    Virtual environments are not copied, and neither are links to a folder that contains them.
+    """
     if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
         return False
     place = folder.resolve()
@@ -146,9 +155,9 @@ def _is_copied(folder: Path, above: tuple[Path, ...]) -> bool:
 
 
 def _clone(source: Path, target: Path) -> bool:
-    """Clone a file: both share their blocks until one is written to.
+    """Clone a file, and return False if the file system cannot clone files.
 
-    Return False if the file system cannot.
+    A file and its clone share their blocks on the disk until a program writes to one of the two.
     """
     if fcntl is None:
         return False

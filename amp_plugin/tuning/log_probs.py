@@ -1,14 +1,21 @@
-"""Log-probabilities of sampled tokens, and their gap to recorded ones.
+"""Compute log-probabilities of sampled tokens, and compare them with recorded log-probabilities.
 
 A generator may record the log-probability of a token before or after it divides the logits by the
-temperature, and before or after it drops the tokens outside of top-p. The recorded numbers show which of
-these it did::
+temperature. It may also record it before or after it drops the tokens outside of top-p. The recorded
+log-probabilities show what the generator did.
 
-    for way in (trainer's own, stated temperature, stated top-p, both, fitted temperature, fitted top-p):
-        choose the way if its mean gap is below 0.8 times the gap of the way that is chosen so far
+::
 
-Rounding errors have no common direction that a temperature could follow. So a fit does not lower a gap that
-comes from rounding.
+    begin with the trainer's own temperature and top-p
+
+    try the temperature from the file, the top-p from the file, and both
+
+    try the temperature that fits best, and then the top-p that fits best
+
+    keep a trial if its mean gap is below 0.8 times the smallest gap so far
+
+Rounding errors have no common direction. So another temperature or top-p does not reduce a gap that comes
+from rounding.
 """
 
 from __future__ import annotations
@@ -23,8 +30,8 @@ from torch import Tensor
 
 from amp_plugin.hardware import widest_float
 
-_BETTER: Final = 0.8  # another setting must reduce the gap below this fraction
-_TEMPERATURES: Final = (0.05, 5.0)  # the range that is searched
+_BETTER: Final = 0.8  # another temperature or top-p must reduce the gap below this fraction
+_TEMPERATURES: Final = (0.05, 5.0)  # the range in which the temperature is searched
 _TOP_PS: Final = (0.05, 0.999)
 _POINTS: Final = 48  # the number of points in the first grid
 
@@ -38,8 +45,9 @@ class GapNumbers:
         mean: The mean absolute difference.
         p99: The 99th percentile of the absolute difference.
         max: The largest absolute difference.
-        kl: The k3 estimate of the KL divergence of the generator from the trainer: the mean of exp(d) - 1 -
-            d, where d is trainer - generator. It is never negative.
+        kl: The k3 estimate of the KL divergence of the generator from the trainer. It is the mean of exp(d) -
+            1 - d, where d is the log-probability of the trainer minus that of the generator. This estimate is
+            never negative.
     """
 
     tokens: int
@@ -67,16 +75,17 @@ class GapNumbers:
 
 
 Setting = float | Tensor
-"""One number for all tokens, or one for each, float64 of shape (tokens,)."""
+"""One number for all tokens, or a tensor with one number per token, float64 of shape (tokens,)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How log-probabilities are computed from logits.
+    """The temperature and top-p with which log-probabilities are computed from logits.
 
     Attributes:
-        temperature: The divisor of the logits.
-        top_p: Only the most probable tokens count, up to this share of the probability. 1 counts all tokens.
+        temperature: The number by which logits are divided.
+        top_p: The probability that the most probable tokens must reach together. All other tokens are
+            dropped. With 1, no token is dropped.
     """
 
     temperature: Setting = 1.0
@@ -86,12 +95,12 @@ class Sampling:
         """Return the log-probabilities of tokens.
 
         Args:
-            logits: Any floating-point dtype, shape (tokens, vocabulary).
-            targets: int64 of shape (tokens,).
-            tokens: Which of the settings per token belong to these tokens.
+            logits: The logits, of shape (tokens, vocabulary) and any floating-point dtype.
+            targets: The token ids, int64 of shape (tokens,).
+            tokens: The positions of these tokens in the settings, if a setting has one number per token.
 
         Returns:
-            Float64 of shape (tokens,) on the CPU.
+            The log-probabilities, float64 of shape (tokens,) on the CPU.
         """
         wide = logits.detach().to(widest_float(logits.device))
         targets = targets.to(logits.device)
@@ -109,7 +118,7 @@ class Sampling:
 
 
 def _nucleus(log_probs: Tensor, top_p: Setting) -> Tensor:
-    """Return, for each row, the total probability of the fewest tokens that reach ``top_p``."""
+    """Return the total probability of the most probable tokens that together reach ``top_p``, by row."""
     ordered = log_probs.exp().sort(-1, descending=True).values
     before = ordered.cumsum(-1) - ordered
     limit = top_p[:, None] if isinstance(top_p, Tensor) else top_p
@@ -117,15 +126,15 @@ def _nucleus(log_probs: Tensor, top_p: Setting) -> Tensor:
 
 
 def fitted(logits: Tensor, targets: Tensor, recorded: Tensor, *, stated: Sampling, own: Sampling) -> Sampling:
-    """Return how recorded log-probabilities were computed from logits.
+    """Return the temperature and top-p with which recorded log-probabilities were computed from logits.
 
     Args:
-        logits: The logits of the first sampled tokens, shape (tokens, vocabulary). Not all
-            sampled tokens need logits.
-        targets: All sampled tokens, int64.
+        logits: The logits of the first sampled tokens, of shape (tokens, vocabulary). There may be fewer
+            logits than sampled tokens.
+        targets: The ids of all sampled tokens, int64.
         recorded: The recorded log-probabilities of ``targets``, float64, with the shape of ``targets``.
         stated: The temperature and top-p that the file states for each token.
-        own: The settings of the trainer.
+        own: The temperature and top-p of the trainer.
     """
     known = slice(len(logits))
 
@@ -149,7 +158,7 @@ def fitted(logits: Tensor, targets: Tensor, recorded: Tensor, *, stated: Samplin
 
 
 def _least(size: Callable[[float], float], low: float, high: float) -> float:
-    """Return the approximate minimum of a function: search a grid of equal ratios, then golden sections."""
+    """Return the approximate minimum of a function, by a search on a grid and then by golden sections."""
     ratio = math.pow(high / low, 1 / _POINTS)
     grid: list[float] = [low * ratio**number for number in range(_POINTS + 1)]
     middle = min(grid, key=size)

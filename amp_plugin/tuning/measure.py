@@ -1,4 +1,4 @@
-"""Measures the cost of a rule set and the accuracy of its gradients, on a workload."""
+"""Measure the cost of a set of op rules, and the error of the gradients that it gives."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from amp_plugin.numerics.values import Storages, storage_address
 from amp_plugin.tuning.workload import Gradients, Workload
 
 Goal = Literal["memory", "casts", "accuracy"]
-"""What a search makes smaller: the bytes saved for the backward pass, the bytes cast, or the error."""
+"""What a search reduces. It is the bytes saved for the backward pass, the bytes of casts, or the error."""
 
 SearchGoal = Goal | Literal["gap"]
-"""The same, or the gap to recorded log-probabilities, for which :class:`Gap` is given."""
+"""A ``Goal``, or ``"gap"`` for the gap to recorded log-probabilities."""
 
 _TIMINGS: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """The cost of a rule set per batch, and the gradient error of each batch.
+    """The cost of a set of op rules per batch, and the gradient error of each batch.
 
     Attributes:
         saved_bytes: The bytes that the forward pass saves for the backward pass, without the model's weights.
         cast_bytes: The bytes that casts read and write.
-        errors: For each batch, the norm of the gradients' difference from the reference, divided by the norm
-            of the reference. All parameters count as one vector.
-        mean_errors: For each batch, the mean over the parameters of the same ratio, each at most 1.
+        errors: The relative gradient error of each batch. It is the norm of the difference from the reference
+            gradients, divided by their norm. All parameters count as one vector.
+        mean_errors: The mean over all parameters of their relative gradient errors, for each batch. The error
+            of a parameter counts at most 1.
     """
 
     saved_bytes: float
@@ -49,15 +50,15 @@ class Measurement:
 
     @property
     def error(self) -> float:
-        """The error of the whole gradient, averaged over batches with finite gradients.
+        """The mean of ``errors`` over the batches with finite gradients.
 
-        inf if there are none.
+        It is inf if no batch has finite gradients.
         """
         return _mean_of_finite(self.errors)
 
     @property
     def mean_error(self) -> float:
-        """The mean error of the parameters, averaged over the same batches."""
+        """The mean of ``mean_errors`` over the batches with finite gradients."""
         return _mean_of_finite(self.mean_errors)
 
     @property
@@ -66,7 +67,7 @@ class Measurement:
         return sum(not math.isfinite(error) for error in self.errors)
 
     def first(self, batches: int) -> Measurement:
-        """Return the same bytes with the errors of only the first batches."""
+        """Return the measurement with the errors of only the first batches. The bytes do not change."""
         return replace(self, errors=self.errors[:batches], mean_errors=self.mean_errors[:batches])
 
     def cost(self, goal: SearchGoal) -> float:
@@ -75,7 +76,11 @@ class Measurement:
         return costs.get(goal, self.error)
 
     def growth(self, goal: SearchGoal, default: Measurement) -> float:
-        """Return the factor by which the price grows: the larger of both errors, or of both byte counts."""
+        """Return the factor by which the price of the rules grows, compared with the default rules.
+
+        The price is the gradient error or, if the goal is accuracy or a gap, the bytes. There are two errors
+        and two byte counts, and the one that grows more counts.
+        """
         is_exactness = goal in {"accuracy", "gap"}
         names = ("cast_bytes", "saved_bytes") if is_exactness else ("error", "mean_error")
         pairs = [(getattr(self, name), getattr(default, name)) for name in names]
@@ -84,7 +89,7 @@ class Measurement:
         )
 
     def stays_within(self, budget: float, goal: SearchGoal, default: Measurement) -> bool:
-        """Return whether the price stays within the budget and no more batches overflow than by default."""
+        """Return whether the price is within the budget and no more batches overflow than by default."""
         return self.failed <= default.failed and self.growth(goal, default) <= 1 + budget
 
 
@@ -94,7 +99,10 @@ def _mean_of_finite(errors: Iterable[float]) -> float:
 
 
 def rules_without_16_bits(device_type: str) -> OpRules:
-    """Return rules under which autocast casts nothing to 16 bits. Tensors that are in 16 bits stay so."""
+    """Return rules under which autocast casts nothing to 16 bits.
+
+    Tensors that the program has in 16 bits keep their dtype.
+    """
     default = OpRules.default(device_type)
     wide = {
         op: OpRule.PROMOTE if rule is OpRule.LOWER_PRECISION else rule for op, rule in default.rules.items()
@@ -105,18 +113,19 @@ def rules_without_16_bits(device_type: str) -> OpRules:
 def gradient_errors(gradients: Gradients, reference: Gradients, *, batch: int) -> tuple[float, float]:
     """Compare the gradients of a batch with the gradients of a run without 16 bits.
 
-    A constant power of two in them, the loss scale, is divided out. An error names the number of the batch.
+    If the gradients are multiplied by a constant power of two, such as a loss scale, it is divided out.
+    ``batch`` is the number of the batch, for the text of an error.
 
     Returns:
-        The error of the whole gradient, and the mean error of the parameters; infinite if a gradient is not
-        finite.
+        The error of the whole gradient, and the mean error of the parameters. Both are inf if a gradient is
+        not finite.
     """
     if reference.keys() != gradients.keys():
         odd = sorted(reference.keys() ^ gradients.keys())
         msg = (
-            f"batch {batch} gives gradients to other parameters than in the first run: "
-            f"{', '.join(odd[:3])}; each run must do the same: fix the seeds of the code that chooses "
-            "them"
+            f"in batch {batch}, other parameters have gradients than in the first run: "
+            f"{', '.join(odd[:3])}; all runs must compute the same, so set the seeds of the code that "
+            "chooses the parameters"
         )
         raise ValueError(msg)
     sums = {name: _sums(reference[name], grad) for name, grad in gradients.items()}
@@ -130,7 +139,7 @@ def gradient_errors(gradients: Gradients, reference: Gradients, *, batch: int) -
 
 
 def _sums(reference: Tensor, gradient: Tensor) -> tuple[float, float, float]:
-    """Return the sums of reference², reference x gradient and gradient², in fp64."""
+    """Return the sums of reference * reference, reference * gradient and gradient * gradient, in fp64."""
     ours, theirs = in_widest_float(reference), in_widest_float(gradient.detach().to(reference.device))
     products = torch.stack([(ours * ours).sum(), (ours * theirs).sum(), (theirs * theirs).sum()])
     first, second, third = products.tolist()
@@ -138,7 +147,7 @@ def _sums(reference: Tensor, gradient: Tensor) -> tuple[float, float, float]:
 
 
 def _power_of_two(sums: Iterable[tuple[float, float, float]]) -> float:
-    """Return the power of two that is closest to gradients / reference, or 1 if that is undefined."""
+    """Return the power of two closest to gradients / reference, or 1 if this ratio is undefined."""
     rows = [*sums]
     norm, product = math.fsum(row[0] for row in rows), math.fsum(row[1] for row in rows)
     ratio = product / norm if norm > 0 else math.nan
@@ -147,12 +156,15 @@ def _power_of_two(sums: Iterable[tuple[float, float, float]]) -> float:
 
 @contextmanager
 def saved_bytes() -> Iterator[list[int]]:
-    """Yield a list that gets the bytes that autograd saves. Each storage counts once, parameters do not."""
+    """Yield a list to which the sizes in bytes of the tensors that autograd saves are added.
+
+    Each storage counts once. Parameters do not count.
+    """
     sizes: list[int] = []
     seen: Storages[bool] = Storages()
 
     def pack(tensor: Tensor) -> Tensor:
-        # In a backward pass, a checkpoint recomputes. The tensors that it saves then do not stay alive.
+        # Activation checkpointing recomputes in the backward pass. Tensors that it saves there do not count.
         in_backward = torch._C._current_graph_task_id() != -1
         base = tensor._base if tensor._base is not None else tensor
         if in_backward or isinstance(base, nn.Parameter) or not storage_address(tensor):
@@ -167,11 +179,11 @@ def saved_bytes() -> Iterator[list[int]]:
 
 
 class Trials:
-    """Measures rule sets on one workload."""
+    """Measures sets of op rules on one workload."""
 
     def __init__(self, workload: Workload, device_type: str, *, reference: torch.dtype) -> None:
         self._workload = workload
-        self._references: list[Gradients] = []  # for each batch, in float32
+        self._references: list[Gradients] = []  # the reference gradients of each batch, in float32
         shadow = ShadowRun(workload.model, dtype=reference) if reference is torch.float64 else None
 
         def keep(gradients: Gradients, _: float) -> None:
@@ -188,7 +200,7 @@ class Trials:
         return len(self._references)
 
     def measure(self, rules: OpRules, *, batches: int | None = None) -> Measurement:
-        """Return the measurement of a rule set on the first ``batches`` batches, by default all."""
+        """Return the measurement of a set of op rules on the first ``batches`` batches, by default all."""
         errors: list[tuple[float, float]] = []
 
         def compare(gradients: Gradients, _: float) -> None:
@@ -203,13 +215,16 @@ class Trials:
         return Measurement(saved_bytes=sum(saved) / count, cast_bytes=cast, errors=whole, mean_errors=means)
 
     def told_jump(self, rules: OpRules) -> list[str]:
-        """Return where the arriving error jumps in the first batch, and lines to paste that cure it."""
+        """Return a sentence about the op at which the accumulated error jumps, and lines of code that help.
+
+        Only the first batch is measured.
+        """
         with rules_on_trial(rules), ShadowRun(self._workload.model) as shadow:
             self._workload.run(lambda *_: None, batches=1)
         return shadow.told_jump()
 
     def seconds(self, rules: OpRules) -> float:
-        """Return the median time of a batch in seconds. Nothing else is measured at the same time."""
+        """Return the median time of a batch in seconds, without the overhead of other measurements."""
         seconds: list[float] = []
         with rules_on_trial(rules):
             self._workload.run(lambda _, taken: seconds.append(taken), batches=self.batches)
@@ -219,12 +234,12 @@ class Trials:
 def timed_in_turns(
     before: Callable[[], float], after: Callable[[], float] | None = None
 ) -> tuple[float, float]:
-    """Return two times of a batch, each the median of several turns.
+    """Measure the time of a batch with and without a change, in turns, and return the two medians.
 
     Args:
         before: A function that measures the time of a batch without the change.
-        after: A function that measures it with the change. None if nothing has changed; then there is one
-            measurement.
+        after: A function that measures the time of a batch with the change. None if there is no change. Then
+            both times are the same measurement.
     """
     if after is None:
         return (once := before()), once

@@ -1,4 +1,4 @@
-"""Find the call in which a program's model computes logits from token ids, and repeat it with others."""
+"""Find the call in which a program's model computes logits, and repeat it with other token ids."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from torch import Tensor, nn
 
 from amp_plugin.patches import replaced
 
-_TOKENS: Final = ("input_ids", "tokens", "idx", "x")  # names of arguments that are examined first
-# transformers' arguments for computing only the last logits
+_TOKENS: Final = ("input_ids", "tokens", "idx", "x")  # arguments with these names are examined first
+# In transformers, these arguments limit the computation to the last logits.
 _KEPT: Final = ("logits_to_keep", "num_logits_to_keep")
 
 
 def logits_of(output: Any, tokens: Tensor, *, are_all: bool = True) -> Tensor | None:
-    """Return the logits in an output (a tensor, object, mapping or tuple), or None if there are none.
+    """Return the logits in the output of a model, or None if there are none.
+
+    The output may be a tensor, an object, a mapping or a tuple.
 
     Args:
         output: The output of a model.
         tokens: The token ids that the model was given, of shape (sequences, longest).
-        are_all: Whether there must be logits for each token, or only for some tokens of each sequence.
+        are_all: True if each token must have logits, False if some tokens of each sequence are enough.
     """
     found = output
     if not isinstance(output, Tensor):
@@ -41,13 +43,13 @@ def logits_of(output: Any, tokens: Tensor, *, are_all: bool = True) -> Tensor | 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCall:
-    """A call of a model, with the autocast block that was open around it.
+    """A call of a model that can be repeated under the same autocast setting.
 
     Attributes:
-        model: The module.
+        model: The module that was called.
         device: The device of the token ids.
-        step: A function that calls the model with other token ids, int64 of shape (sequences, longest), and
-            returns its output.
+        step: A function that calls the model with other token ids and returns its output. The token ids are
+            int64 of shape (sequences, longest).
     """
 
     model: nn.Module
@@ -64,7 +66,7 @@ def _step_of(
 ) -> Callable[[Tensor], Any]:
     """Return a function that repeats a call of a model with other token ids.
 
-    ``autocast`` says whether an autocast block was open around the call, and with which dtype.
+    ``autocast`` says whether autocast was enabled at the call, and with which dtype.
 
     Other tensors among the arguments, such as masks and labels, belong to the old token ids. These
     arguments are left out, and so is the argument that limits how many logits are computed.
@@ -89,10 +91,10 @@ def _step_of(
 
 @contextmanager
 def model_calls(on_call: Callable[[ModelCall], object]) -> Iterator[None]:
-    """Pass the first model call that computes logits to a function, and end the program there.
+    """Call ``on_call`` with the first model call that computes logits, and then end the program.
 
-    If nested modules return logits, the outermost one is used. Calls without gradients, such as those of
-    sampling, are ignored.
+    If nested modules return logits, the outermost module counts. Calls with gradients disabled, such as calls
+    for sampling, are ignored.
     """
     plain = nn.Module.__call__
     inside: list[nn.Module] = []
@@ -114,7 +116,7 @@ def model_calls(on_call: Callable[[ModelCall], object]) -> Iterator[None]:
             found.append((len(inside), ModelCall(model=module, device=tokens.device, step=step)))
         if found and not inside:
             on_call(min(found, key=lambda entry: entry[0])[1])
-            sys.exit()  # the program ends here, as if it had exited itself
+            sys.exit()  # end the program as if it had called sys.exit() itself
         return output
 
     with replaced(nn.Module, "__call__", called):
@@ -126,7 +128,7 @@ def _autocast(device_type: str) -> tuple[bool, torch.dtype]:
 
 
 def _place_of_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | None:
-    """Return the position or name of the first argument with integers in two dimensions, or None."""
+    """Return the position or name of the first argument that is a 2-dim tensor of integers, or None."""
     names: list[int | str] = [*(name for name in _TOKENS if name in kwargs), *range(len(args)), *kwargs]
     for place in names:
         value = kwargs[place] if isinstance(place, str) else args[place]

@@ -1,21 +1,28 @@
-"""Choose a format for each layer (a placement): the cheapest placement whose error is within a budget.
+"""Choose a format for each layer, so that the cost is lowest and the error is within a budget.
 
-The rounding errors of the layers are independent, so their squares add up::
+A choice of one format for each layer is called a placement. The rounding errors of different layers are
+independent, so the squares of their errors add up::
 
-    error(placement)^2 = sum of error(layer, format of layer)^2
-    cost(placement)    = sum of FLOPs(layer) / speed(format of layer)
+    error(placement)^2 = sum over layers of error(layer, format of layer)^2
 
-The layers are added one after the other. A placement of the first layers is kept only if no other one is
-better in both error and cost (the Pareto front)::
+    cost(placement) = sum over layers of FLOPs(layer) / speed(format of layer)
+
+The layers are added one after another. Only the Pareto front is kept, which are the placements of the first
+layers for which no other placement has both a smaller error and a smaller cost::
 
     front = [the empty placement]
+
     for each layer:
-        front = each placement in front, with each format of the layer, if its error is within the budget
-        front = the placements that are cheaper than every placement with a smaller error
+
+        extend each placement in front by each format of the layer, if the error is within the budget
+
+        keep the placements that are cheaper than all placements with a smaller error
+
     return the last placement of front, which is the cheapest
 
-This finds the cheapest placement. If the front has more than 1024 placements, only the cheapest of each 1023
-intervals of the error is kept, so the result can be slightly more expensive.
+This finds the cheapest placement. If the front has more than 1024 placements, the range of errors is divided
+into 1023 intervals, and only the cheapest placement in each interval is kept. Then the result can be slightly
+more expensive than the cheapest placement.
 """
 
 from __future__ import annotations
@@ -25,33 +32,36 @@ from collections.abc import Mapping
 from typing import Final
 
 SPEED: Final = {"bf16": 1.0, "fp8": 2.0, "fp8-rowwise": 2.0, "mxfp8": 2.0, "nvfp4": 4.0}
-"""The speed of matrix products in each format, relative to bf16: peak rates of tensor cores since Hopper."""
+"""The speed of matrix products in each format, relative to bf16.
 
-_MOST: Final = 1024  # the most placements of a front
+The numbers are the peak rates of tensor cores since Hopper.
+"""
+
+_MOST: Final = 1024  # a front has at most so many placements
 
 Numbers = Mapping[str, Mapping[str, float]]
-"""A cost or an error for each layer and format: ``numbers[layer][format]``."""
+"""The cost or the error of each layer in each format, as ``numbers[layer][format]``."""
 
 
 def cost_of(placement: Mapping[str, str], costs: Numbers) -> float:
-    """Return the cost of a placement, a mapping from layers to formats."""
+    """Return the cost of a placement, which maps layers to formats."""
     return sum(costs[layer][name] for layer, name in placement.items())
 
 
 def error_of(placement: Mapping[str, str], errors: Numbers) -> float:
-    """Return the expected error of a placement."""
+    """Return the expected error of a placement, which maps layers to formats."""
     return math.sqrt(sum(errors[layer][name] ** 2 for layer, name in placement.items()))
 
 
 def place(costs: Numbers, errors: Numbers, budget: float) -> dict[str, str]:
     """Return the cheapest placement whose error is at most ``budget``.
 
-    If every placement exceeds the budget, return the one with the smallest error.
+    If every placement exceeds the budget, return the placement with the smallest error.
     """
     exact = {layer: min(of, key=of.__getitem__) for layer, of in errors.items()}
     if error_of(exact, errors) > budget:
         return exact
-    # The factor allows for rounding: the squares may be added in another order here than in error_of.
+    # The factor allows for rounding, because error_of may add the squares in another order.
     limit = budget**2 * (1 + 1e-12)
     front: list[_Placed] = [(0.0, 0.0, ())]
     for layer, of in errors.items():
@@ -66,11 +76,11 @@ def place(costs: Numbers, errors: Numbers, budget: float) -> dict[str, str]:
 
 
 _Placed = tuple[float, float, tuple[str, ...]]
-"""The square of the error, the cost, and the formats of the layers so far."""
+"""A placement of the first layers, as (square of the error, cost, formats of these layers)."""
 
 
 def _undominated(placed: list[_Placed]) -> list[_Placed]:
-    """Return the placements that are cheaper than every one with a smaller error, in the order of error."""
+    """Return the placements that are cheaper than all placements with a smaller error, sorted by error."""
     kept: list[_Placed] = []
     for candidate in sorted(placed):
         if not kept or candidate[1] < kept[-1][1]:
@@ -79,7 +89,10 @@ def _undominated(placed: list[_Placed]) -> list[_Placed]:
 
 
 def _thinned(front: list[_Placed], limit: float) -> list[_Placed]:
-    """Return at most 1024 placements: the first, and the cheapest (the last) in each interval of error."""
+    """Return at most 1024 placements.
+
+    These are the first placement, and the cheapest placement in each interval of errors.
+    """
     if len(front) <= _MOST:
         return front
     by_step = {int(placed[0] / limit * (_MOST - 2)): placed for placed in front}

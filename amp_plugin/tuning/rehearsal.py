@@ -1,9 +1,9 @@
-"""Rehearse formats below 16 bits on any machine: measure each Linear layer in each format, and choose one.
+"""Choose a format below 16 bits for each Linear layer by emulation, which runs on any machine.
 
-1. One run in float32 measures each layer alone: how much torchao's quantizers change its output and
-   gradients.
-2. One run for each layer and format emulates that layer alone. It measures how much the rounding in this
-   layer changes the gradients of all parameters.
+1. One run in float32 measures how much the rounding of each format changes the output and the gradients of
+   each layer.
+2. One run for each layer and format emulates this layer alone in this format. It measures how much the
+   gradients of all parameters change.
 3. From these errors, :mod:`amp_plugin.tuning.placement` chooses a format for each layer.
 4. Runs with all layers in their chosen formats verify the choice.
 """
@@ -41,7 +41,7 @@ from amp_plugin.tuning.measure import Trials, rules_without_16_bits
 from amp_plugin.tuning.placement import SPEED, cost_of, place
 from amp_plugin.tuning.workload import StepFunction, Workload
 
-_ROUNDS: Final = 4  # the most placements that are run to find one within the budget
+_ROUNDS: Final = 4  # at most so many placements are run to find one within the budget
 _FRAMEWORKS: Final = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "torch")
 
 
@@ -50,10 +50,11 @@ class FormatLoss:
     """The errors of one layer in one format.
 
     Attributes:
-        output: The relative error of the output: the norm of the difference, divided by the norm in float32.
-        gradient: The relative error of the input's gradient or of the weight's gradient, whichever is larger.
-        underflow: The share of the input's elements that become 0.
-        whole: The relative error of the gradients of all parameters if only this layer is in the format.
+        output: The relative error of the output, which is the norm of the difference from float32 divided by
+            the norm in float32.
+        gradient: The relative error of the gradient of the input or of the weight, whichever is larger.
+        underflow: The fraction of the input's elements that become 0.
+        whole: The relative error of the gradients of all parameters if only this layer runs in the format.
     """
 
     output: float = 0.0
@@ -67,11 +68,12 @@ class Layer:
     """A Linear layer of the program.
 
     Attributes:
-        name: The layer's name in ``model.named_modules()``.
+        name: The name of the layer in ``model.named_modules()``.
         sides: ``out_features`` and ``in_features``.
-        rows: The number of rows of the layer's inputs, summed over all calls in a batch.
-        largest: The largest magnitude of the layer's inputs.
-        losses: The layer's errors in each format. Formats that cannot handle the layer's sizes are left out.
+        rows: The number of rows of the layer's inputs, summed over all calls of the layer in a batch.
+        largest: The largest magnitude in the inputs of the layer.
+        losses: Maps each format to the layer's errors in this format. Formats that cannot handle the layer's
+            sizes are left out.
     """
 
     name: str
@@ -82,21 +84,21 @@ class Layer:
 
     @property
     def flops(self) -> float:
-        """The floating-point operations per batch: three matrix products in forward and backward pass."""
+        """The FLOPs per batch, for the three matrix products of forward and backward pass."""
         return 6.0 * self.rows * self.sides[0] * self.sides[1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """The measurements, and the chosen format of each layer.
+    """The measurements of a rehearsal, and the format that was chosen for each layer.
 
     Attributes:
         layers: The Linear layers, in the order in which they first ran.
-        placement: The chosen format of each layer, by its name.
+        placement: Maps the name of each layer to its chosen format.
         formats: The formats that were tried.
         budget: The gradient error that was allowed.
-        error: The gradient error of the placement, measured on all batches.
-        error_in_bf16: The gradient error with all layers in bf16.
+        error: The relative gradient error with all layers in their chosen formats, measured on all batches.
+        error_in_bf16: The relative gradient error with all layers in bf16.
         batches: The number of batches that were measured.
     """
 
@@ -110,7 +112,10 @@ class Rehearsal:
 
     @property
     def cost(self) -> float:
-        """The cost of the placement relative to all layers in bf16. A layer costs its FLOPs / speed."""
+        """The cost of the chosen formats, relative to all layers in bf16.
+
+        The cost of a layer is its number of FLOPs divided by the speed of its format.
+        """
         costs = _costs(self.layers)
         in_bf16 = cost_of({layer.name: "bf16" for layer in self.layers}, costs)
         return cost_of(self.placement, costs) / in_bf16
@@ -130,7 +135,7 @@ class Rehearsal:
         )
 
     def table(self) -> Table:
-        """Return a rich table of each layer's errors in each format, with the chosen format marked."""
+        """Return a rich table with each layer's errors in each format. The chosen formats are marked."""
         table = Table(title=self.headline, box=None, pad_edge=False, title_justify="left")
         for column in _COLUMNS:
             table.add_column(column, justify="left" if column in {"layer", "format"} else "right")
@@ -155,28 +160,28 @@ class Rehearsal:
 
     @property
     def limits(self) -> str:
-        """A text on the columns of the table, on the model of the cost, and on what is not emulated."""
+        """A text that explains the columns of the table, the cost, and what is not emulated."""
         return _LIMITS
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as values that JSON can hold."""
+        """Return the measurements and the chosen formats as values that JSON can hold."""
         numbers = ("budget", "error", "error_in_bf16", "cost", "batches", "placement")
         layers = [{**asdict(layer), "flops": layer.flops} for layer in self.layers]
         return as_json({**{name: getattr(self, name) for name in numbers}, "layers": layers})  # type: ignore[no-any-return]
 
     def to_yaml(self) -> str:
-        """Return the YAML file for amp_plugin: ``AmpPrecision("bf16", formats="formats.yaml")``."""
+        """Return the text of a YAML file for the option ``formats=`` of amp_plugin."""
         lines = [*self._evidence(), *(f"{name}: {chosen}" for name, chosen in self.placement.items())]
         return "\n".join(lines) + "\n"
 
     def to_torchao(self) -> str:
-        """Return a Python file with the filter for torchao's ``quantize_``."""
+        """Return the text of a Python file with filters for torchao's ``quantize_``."""
         rows = "".join(f"    {name!r}: {chosen!r},\n" for name, chosen in self.placement.items())
         comments = "\n".join(self._evidence())
         return _TORCHAO.format(comments=comments, rows=rows)
 
     def to_transformer_engine(self) -> str:
-        """Return a configuration of TransformerEngine's debug features that keeps the bf16 layers in bf16."""
+        """Return a configuration of TransformerEngine's debug features that keeps some layers in bf16."""
         in_bf16 = [re.escape(name) for name, chosen in self.placement.items() if chosen == "bf16"]
         comments = "\n".join(self._evidence())
         if not in_bf16:
@@ -184,7 +189,10 @@ class Rehearsal:
         return _TRANSFORMER_ENGINE.format(comments=comments, pattern=f"^(.*\\.)?({'|'.join(in_bf16)})$")
 
     def save(self, path: str | Path) -> list[Path]:
-        """Write the three filters: ``formats.yaml``, ``formats_torchao.py``, ``formats_te.yaml``."""
+        """Write files for amp_plugin, torchao and TransformerEngine, and return their paths.
+
+        If ``path`` is ``formats.yaml``, the others are ``formats_torchao.py`` and ``formats_te.yaml``.
+        """
         file = Path(path)
         texts = {
             file: self.to_yaml(),
@@ -203,10 +211,12 @@ class Rehearsal:
 
 _COLUMNS: Final = ("layer", "sides", "cost", "amax", "format", "output", "gradient", "underflow", "all")
 _LIMITS: Final = """\
-output, gradient: error of the layer alone, relative to float32.
-all: error of all gradients if only this layer is in the format.
-cost: FLOPs by shape, 6 x rows x sides, over the speed of the format: bf16 1, 8 bits 2, 4 bits 4.
-Time to quantize is not counted. nvfp4 is emulated without stochastic rounding and 16x16 tiles."""
+cost: the layer's share of all FLOPs, which are 6 x rows x sides.
+amax: the largest magnitude of the layer's inputs. underflow: the share of input elements that become 0.
+output, gradient: the relative errors of the layer's output and of its gradients, compared with float32.
+all: the relative error of all parameters' gradients if only this layer is in the format.
+The cost in the first line is FLOPs divided by the speed of the format: bf16 1, 8 bits 2, 4 bits 4.
+The time to quantize is not counted. nvfp4 is emulated without stochastic rounding and 16x16 tiles."""
 _TORCHAO: Final = '''{comments}
 """Filters for torchao: quantize_(model, config, filter_fn=is_in("mxfp8")) or, for fp8,
 convert_to_float8_training(model, module_filter_fn=is_in("fp8"))."""
@@ -220,8 +230,8 @@ def is_in(format_name):
     return lambda module, name: FORMATS.get(name) == format_name
 '''
 _TRANSFORMER_ENGINE: Final = """{comments}
-# For nvdlfw_inspect.api.initialize(config_file=...). The other layers run in the recipe of te.autocast.
-# Before TransformerEngine 2.12 the feature is called DisableFP8Layer.
+# Pass this file to nvdlfw_inspect.api.initialize(config_file=...). Layers that are not named here run in
+# the recipe of te.autocast. Before TransformerEngine 2.12, the feature is called DisableFP8Layer.
 layers_in_bf16:
   enabled: True
   layers:
@@ -232,17 +242,19 @@ layers_in_bf16:
 """
 
 
-# -- the layers of a program ----------------------------------------------------------------------
+# -- the layers of a program -------------------------
 
 
 @contextmanager
 def _linears_followed(
     model: nn.Module | None, compute: Callable[[str, nn.Linear, Tensor], Tensor]
 ) -> Iterator[None]:
-    """Let a function compute each Linear layer in a block. It gets the layer's name in the model.
+    """Call ``compute`` in place of the forward of each Linear layer in a block.
 
-    If the model is not known, names begin at the outermost module that holds the layer. Wrappers of
-    frameworks do not count as outer modules.
+    ``compute`` is called with the layer's name, the layer and its input.
+
+    If ``model`` is None, a layer's name is its path in the outermost module that contains it. Modules of
+    frameworks, such as a LightningModule, do not count as outermost modules.
     """
     parents: dict[nn.Module, nn.Module] = {}
     names: dict[nn.Module, str] = {}
@@ -275,7 +287,7 @@ def _linears_followed(
 
 @contextmanager
 def emulated(model: nn.Module | None, placement: Mapping[str, str]) -> Iterator[None]:
-    """Emulate the Linear layers of a placement in a block. Other layers compute as usual."""
+    """Emulate the Linear layers in ``placement`` in their formats in a block. Other layers do not change."""
 
     def compute(name: str, layer: nn.Linear, x: Tensor) -> Tensor:
         chosen = placement.get(name)
@@ -289,10 +301,10 @@ def emulated(model: nn.Module | None, placement: Mapping[str, str]) -> Iterator[
 
 
 def _measuring(formats: Sequence[str], found: dict[str, Layer]) -> Callable[[str, nn.Linear, Tensor], Tensor]:
-    """Return a function that runs a layer in float32, and puts its errors in each format into ``found``."""
+    """Return a function that runs a layer in float32, and adds its errors in each format to ``found``."""
 
     def compute(name: str, layer: nn.Linear, x: Tensor) -> Tensor:
-        """Run a layer as usual, and measure it when the gradient of its output arrives."""
+        """Run a layer as usual, and measure its errors in the backward pass."""
         output = functional.linear(x, layer.weight, layer.bias)
         if name and output.requires_grad:
             measured = found.setdefault(name, Layer(name, (layer.out_features, layer.in_features)))
@@ -336,7 +348,7 @@ def _relative(rounded: Tensor, exact: Tensor) -> float:
     return float((rounded.double() - exact.double()).norm() / norm) if norm else 0.0
 
 
-# -- the search -------------------------------------------------------------------------------------
+# -- the search --------------------------------------
 
 
 def rehearse(
@@ -351,26 +363,28 @@ def rehearse(
 ) -> Rehearsal:
     """Emulate each Linear layer in each format, and choose formats that keep the gradient error in a budget.
 
-    It runs on any machine. ``step`` runs once for each layer and format on the first batch, and a few times
-    on all batches. Each run starts with the same weights and random numbers. A format is never chosen for a
-    layer whose sizes the hardware cannot handle in it.
+    The emulation runs on any machine. ``step`` runs once for each layer and format on the first batch, and a
+    few times on all batches. Each run starts with the same weights and random numbers. A layer never gets a
+    format whose hardware kernels cannot handle the layer's sizes.
 
     Args:
         step: A function that runs the forward and backward pass on a batch. It must not step an optimizer.
         model: The model whose gradients are compared. Its weights are not changed.
         batches: The arguments of ``step``, one for each batch.
         formats: The formats to try: ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"``, ``"nvfp4"``.
-        budget: The relative gradient error that is allowed: the norm of the difference to a run in float32,
-            divided by the norm in float32. All parameters count as one vector.
+        budget: The relative gradient error that is allowed, such as 0.01 for 1 %. It is the norm of the
+            difference from the gradients in float32, divided by their norm. All parameters count as one
+            vector.
         device_type: The device type on which the model runs. By default the device type of its parameters.
         progress: True shows what is running.
 
     Returns:
-        The errors and the chosen formats. Use ``table()``, ``placement`` and ``save("formats.yaml")``.
+        The errors and the chosen formats. They are shown by ``table()`` and written by
+        ``save("formats.yaml")``.
 
     Raises:
         OptionError: A format or the budget is not allowed.
-        ValueError: The step changes a weight or gives no gradients, or no Linear layer runs.
+        ValueError: The step changes a weight or computes no gradients, or no Linear layer runs.
         ImportError: torchao is not installed.
 
     Example:
@@ -428,10 +442,10 @@ def rehearsed(
 def _verified(
     layers: Sequence[Layer], error: Callable[[Mapping[str, str]], float], budget: float
 ) -> tuple[dict[str, str], float, float]:
-    """Run placements to find the cheapest one whose measured error is within the budget.
+    """Run placements, and return the cheapest one whose measured error is within the budget.
 
     Returns:
-        The placement, its error, and the error of bf16.
+        The placement, its gradient error, and the gradient error with all layers in bf16.
     """
     costs = _costs(layers)
     errors = {layer.name: {name: loss.whole for name, loss in layer.losses.items()} for layer in layers}
@@ -455,7 +469,7 @@ def _costs(layers: Sequence[Layer]) -> dict[str, dict[str, float]]:
 
 
 def _checked(formats: Sequence[str], budget: float) -> tuple[str, ...]:
-    """Check the arguments. Return the formats with bf16 added, which every layer can take."""
+    """Check the arguments, and return the formats and bf16, which every layer can run in."""
     LayerFormats(patterns={f"format {number}": name for number, name in enumerate(formats)})
     if not (isinstance(budget, int | float) and 0 < budget < 1):
         allowed = "a share between 0 and 1: 0.01 for 1 %"

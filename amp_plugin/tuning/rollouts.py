@@ -1,4 +1,4 @@
-"""A generator's recording: the tokens that it sampled, and the log-probability that it gave to each.
+"""Read rollout files, in which a generator records its sampled tokens and their log-probabilities.
 
 A rollout file has one JSON object per line. Each line is one sequence::
 
@@ -23,7 +23,7 @@ from amp_plugin.tuning.log_probs import Sampling
 
 VERSION: Final = 1
 _OPTIONAL: Final = {"temperature", "top_p"}
-_ROUNDING: Final = 1e-3  # a rounded log-probability may be above 0 by this much
+_ROUNDING: Final = 1e-3  # rounding may make a log-probability exceed 0 by this much
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,14 +31,14 @@ class Sample:
     """One sequence of a rollout file.
 
     Attributes:
-        prompt_ids: The token ids that the generator was given; at least one.
-        token_ids: The token ids that it sampled; at least one.
+        prompt_ids: The token ids of the prompt, at least one.
+        token_ids: The token ids that the generator sampled, at least one.
         logprobs: The recorded natural logarithm of the probability of each sampled token.
-        temperature: The temperature of the sampling.
-        top_p: The share of the probability from which it sampled. 1 samples from all tokens.
+        temperature: The temperature with which the generator sampled.
+        top_p: The top-p with which the generator sampled. 1 means that it sampled from all tokens.
 
     Raises:
-        ValueError: A value is not allowed. The text says which one, and what is allowed.
+        ValueError: A value is not allowed. The error names the value and what is allowed.
     """
 
     prompt_ids: tuple[int, ...]
@@ -77,7 +77,10 @@ class Sample:
             raise ValueError(msg)
         for value in self.logprobs:
             if not _is_number(value) or not math.isfinite(value):
-                msg = f"logprobs: give finite numbers, got {value!r}; leave out what was not recorded"
+                msg = (
+                    f"logprobs: give finite numbers, got {value!r}; leave out sequences that were not "
+                    "recorded completely"
+                )
                 raise ValueError(msg)
             if value > _ROUNDING:
                 msg = (
@@ -96,11 +99,11 @@ class RolloutBatch:
 
     Attributes:
         tokens: Prompts and sampled tokens, int64 of shape (sequences, longest). Shorter sequences are padded
-            with 0 on the right, which a causal model does not read.
-        places: For each sampled token, the number of its sequence, and the position before it, whose logits
-            predict it. Both are int64 of shape (sampled tokens,).
+            with 0 on the right, which does not change the results of a causal model.
+        places: Two tensors with one number per sampled token, int64 of shape (sampled tokens,). They are the
+            index of the token's sequence, and the position whose logits predict the token.
         recorded: The recorded log-probabilities, float64 of shape (sampled tokens,).
-        stated: The temperature and top-p that the file states for each of them.
+        stated: The temperature and top-p that the file states, for each sampled token.
     """
 
     tokens: Tensor
@@ -116,7 +119,7 @@ class RolloutBatch:
 
     @staticmethod
     def of(samples: Sequence[Sample]) -> RolloutBatch:
-        """Return samples as one batch."""
+        """Return several sequences as one batch."""
         longest = max(len(sample.prompt_ids) + len(sample.token_ids) for sample in samples)
         tokens = torch.zeros(len(samples), longest, dtype=torch.int64)
         rows: list[int] = []
@@ -141,7 +144,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A generator's recording: sampled tokens with their log-probabilities.
+    """A recording of a generator, with sampled tokens and their log-probabilities.
 
     Args:
         samples: The sequences.
@@ -161,7 +164,10 @@ class Rollout:
         """Check that there are sequences."""
         object.__setattr__(self, "samples", tuple(self.samples))
         if not self.samples:
-            msg = "a rollout needs at least one sequence; some hundred sampled tokens tell rounding apart"
+            msg = (
+                "a rollout needs at least one sequence; a few hundred sampled tokens are enough to tell "
+                "rounding from other causes"
+            )
             raise ValueError(msg)
 
     @staticmethod
@@ -176,11 +182,11 @@ class Rollout:
         """Return a rollout from lists with one entry per sequence.
 
         Args:
-            prompt_ids: The token ids that the generator was given.
-            token_ids: The token ids that it sampled.
-            logprobs: The log-probabilities of these tokens.
-            temperature: The temperature of the sampling.
-            top_p: The top-p of the sampling.
+            prompt_ids: The token ids of the prompts.
+            token_ids: The token ids that the generator sampled.
+            logprobs: The recorded log-probabilities of the sampled tokens.
+            temperature: The temperature with which the generator sampled.
+            top_p: The top-p with which the generator sampled.
 
         Raises:
             ValueError: A value is not allowed.
@@ -201,15 +207,15 @@ class Rollout:
 
     @staticmethod
     def from_jsonl(path: str | Path) -> Rollout:
-        """Read a rollout file: one JSON object per line.
+        """Read a rollout file, which has one JSON object per line.
 
-        The keys are ``version`` and the attributes of :class:`Sample`.
+        The keys of each object are ``version`` and the attributes of :class:`Sample`.
 
         Args:
             path: The file.
 
         Raises:
-            ValueError: A line is wrong. The text names the file, the line and the key.
+            ValueError: A line is wrong. The error names the file, the line and the key.
             OSError: The file cannot be read.
         """
         samples = []
@@ -221,7 +227,7 @@ class Rollout:
                     msg = f"{path}, line {number}: {error}"
                     raise ValueError(msg) from error
         if not samples:
-            msg = f"{path} holds no sequence; write one JSON object per line"
+            msg = f"{path} contains no sequence; write one JSON object per line"
             raise ValueError(msg)
         return Rollout(tuple(samples))
 
@@ -263,7 +269,7 @@ def _sample_of(line: str) -> Sample:
     return Sample(**found)
 
 
-# The names that well-known engines use for our keys.
+# Names that well-known engines use instead of our keys.
 _ALIASES: Final = {
     "prompt_token_ids": "prompt_ids",
     "input_ids": "prompt_ids",

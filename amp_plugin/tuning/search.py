@@ -1,13 +1,18 @@
-"""Searches for the rules that save most. Rules are tried one at a time, and kept only if they help together.
+"""Search for the op rules that save most. Rules are tried one at a time, and added while they save more.
 
-base = measure(default)
-for op in used ops, rule in other rules of op:      # on the first batch
-    single = measure(default + rule)
-while some rule is added (three rounds at most):    # on half of the batches
-    for rule in singles that save something, the largest saving first:
-        keep rule if measure(chosen + rule) is allowed and costs less
-drop rules without which it costs no more
-while measure(chosen) is not allowed on all batches: drop the rule that was added last
+measure the default rules
+
+on the first batch, measure each rule of each used op alone
+
+on half of the batches, go through the rules that save something, the largest saving first
+
+    add the rule to the chosen rules if they then stay within the budget and cost less
+
+repeat this while rules are added, at most three times
+
+drop each chosen rule without which the cost is no higher
+
+while the chosen rules exceed the budget on all batches, drop the rule that was added last
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import torch
 from amp_plugin.casting.rules import OpRule, OpRules, torch_release
 from amp_plugin.tuning.measure import Measurement, SearchGoal
 
-# The share of the default's cost that a rule must save. It is larger for gaps, because these vary by chance.
+# The fraction of the default's cost that a rule must save. It is larger for gaps, which vary by chance.
 _LEAST_GAIN: Final[dict[SearchGoal, float]] = {
     "memory": 0.002,
     "casts": 0.002,
@@ -42,9 +47,9 @@ _WANTED: Final[dict[SearchGoal, tuple[OpRule, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One rule that differs from the default."""
+    """One op rule that differs from the default."""
 
-    op: str  # without its overload: "aten::layer_norm"
+    op: str  # the name of the op without its overload, such as "aten::layer_norm"
     rule: OpRule
 
     def __str__(self) -> str:
@@ -55,7 +60,7 @@ Changes = tuple[Change, ...]
 
 
 def with_changes(rules: OpRules, changes: Iterable[Change]) -> OpRules:
-    """Return rules with changes."""
+    """Return ``rules`` with some of them changed."""
     for change in changes:
         rules = rules.with_rule(change.op, change.rule)
     return rules
@@ -64,7 +69,7 @@ def with_changes(rules: OpRules, changes: Iterable[Change]) -> OpRules:
 def as_yaml(device_type: str, changes: Changes, comments: Iterable[str]) -> str:
     """Return rules as the text of a YAML file that ``OpRules.from_yaml`` reads.
 
-    The file has the given comments, and a line with the versions, the machine and the date.
+    The file begins with the given comments, and with a comment on the versions, the machine and the date.
     """
     version, today = vars(sys.modules["amp_plugin"])["__version__"], datetime.now(timezone.utc).date()
     made_by = f"amp_plugin {version}, torch {torch.__version__}, {platform.machine()}, {today}"
@@ -79,19 +84,20 @@ class Tried:
     """A set of changes and its measurement."""
 
     changes: Changes
-    measurement: Measurement | None  # None if the program does not run with them
+    measurement: Measurement | None  # None if the program raises an error with these changes
 
 
 class Search:
     """A greedy search over the rules of the ops that a program uses.
 
     Args:
-        measure: A function that returns the measurement of some changes on a number of batches, the first
-            ones.
+        measure: A function that measures some changes on the first batches. It takes the changes and the
+            number of batches.
         batches: The number of batches.
-        default: The rules to start with.
-        goal: The number to reduce.
-        budget: The share by which the price may grow: the gradient error, or the bytes for "accuracy".
+        default: The op rules from which the search starts.
+        goal: What the search reduces.
+        budget: The fraction by which the price may grow, such as 0.05. The price is the gradient error or,
+            for the goal "accuracy", the bytes.
     """
 
     def __init__(
@@ -112,9 +118,9 @@ class Search:
         return tuple(self._known.values())
 
     def measure(self, changes: Changes, *, batches: int | None = None) -> Measurement | None:
-        """Return the measurement of a set of changes; None if the program does not run with them.
+        """Return the measurement of a set of changes, or None if the program raises an error with them.
 
-        Each set is measured once.
+        Each set of changes is measured only once.
         """
         key = changes, batches or self._batches
         if key not in self._known:
@@ -128,16 +134,19 @@ class Search:
         return self._known[key].measurement
 
     def default(self, *, batches: int | None = None) -> Measurement:
-        """Return the measurement of the default rules. The program's error is raised if it does not run."""
+        """Return the measurement of the default rules. If the program fails, its error is raised."""
         measured = self.measure((), batches=batches)
         assert measured is not None  # noqa: S101 - measure raises
         return measured
 
     def best(self, ops: Iterable[str]) -> Changes:
-        """Return the changes that save most, in the order in which they were added; empty if none saves."""
-        half = (self._batches + 1) // 2  # the other batches are used for the final check
+        """Return the changes that together save most, in the order in which they were added.
+
+        Return no changes if none saves anything.
+        """
+        half = (self._batches + 1) // 2  # the other half of the batches is only used for the final check
         chosen = self._grown(self._ranked(change for op in ops for change in self._changes_of(op)), half)
-        for change in reversed(chosen):  # Drop each change without which the cost is no higher.
+        for change in reversed(chosen):  # drop each change without which the cost is no higher
             fewer = tuple(other for other in chosen if other != change)
             if fewer and not self._is_better(chosen, fewer, half):
                 chosen = fewer
@@ -146,7 +155,7 @@ class Search:
         return chosen
 
     def _changes_of(self, op: str) -> list[Change]:
-        """Return one change for each other rule that the op can have."""
+        """Return one change for each rule that the op can have instead of its default rule."""
         now = {rule.value for name, rule in self._default.rules.items() if name.split(".")[0] == op}
         now = now or {"unchanged"}
         if now == {"banned"} or (now == {"lower_precision"} and self._goal not in {"accuracy", "gap"}):
@@ -154,7 +163,7 @@ class Search:
         return [Change(op=op, rule=rule) for rule in _WANTED[self._goal] if now != {rule.value}]
 
     def _ranked(self, candidates: Iterable[Change]) -> list[Change]:
-        """Return the changes that save something alone, measured on the first batch; the best one first."""
+        """Return the changes that alone save something on the first batch, the best one first."""
         default = self.default(batches=1)
         costs: dict[Change, float] = {}
         for change in candidates:
@@ -176,7 +185,7 @@ class Search:
         return chosen
 
     def _is_better(self, changes: Changes, than: Changes, batches: int) -> bool:
-        """Return whether changes are allowed, and cost less than others by enough to justify a rule."""
+        """Return whether changes stay within the budget, and save enough over other changes."""
         default, now = self.default(batches=batches), self.measure(changes, batches=batches)
         known = self.measure(than, batches=batches)
         if now is None or known is None or not now.stays_within(self._budget, self._goal, default):
@@ -184,12 +193,15 @@ class Search:
         return self._saves(now, known, default)
 
     def _saves(self, measured: Measurement, than: Measurement, default: Measurement) -> bool:
-        """Return whether one measurement costs less than another by enough to justify a rule."""
+        """Return whether one measurement costs so much less than another that a rule is worth it."""
         goal = self._goal
         return measured.cost(goal) < than.cost(goal) - _LEAST_GAIN[goal] * default.cost(goal)
 
     def nearest(self) -> str:
-        """Describe the set that saves something and exceeds the budget least. Empty if there is none."""
+        """Describe the set of changes that saves something and exceeds the budget least.
+
+        Return ``""`` if there is none.
+        """
         goal = self._goal
         if goal in {"accuracy", "gap"}:  # here the budget limits the bytes
             return ""
@@ -207,12 +219,12 @@ class Search:
         return min([miss for miss in found if miss[0] > self._budget], default=(0.0, ""))[1]
 
     def cured(self, ops: Iterable[str]) -> Changes:
-        """Return the fewest fp32 rules with which no batch fails: without any one of them, a batch fails."""
+        """Return fp32 rules with which no batch fails, and none of which can be left out."""
         changes = tuple(Change(op=op, rule=OpRule.FP32) for op in ops)
         if not self._is_cured(changes):
             msg = (
-                "the gradients are not finite with all ops in fp32 either: the reason is not the precision; "
-                "amp-plugin diagnose names the op"
+                "the gradients are not finite even with all ops in fp32, so the precision is not the reason; "
+                "run amp-plugin diagnose to find the op"
             )
             raise RuntimeError(msg)
         for change in reversed(changes):

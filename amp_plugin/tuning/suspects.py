@@ -1,4 +1,4 @@
-"""Roundings that a generator may have and its trainer does not have, and their emulation in a trainer."""
+"""List roundings that a generator may have and its trainer does not have, and emulate them in the trainer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from amp_plugin.numerics.emulated_rounding import ATTENTION, AttentionInSteps, E
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suspect:
-    """A rounding that the generator may have.
+    """A rounding that the generator may have, and that may explain the gap.
 
     Attributes:
-        name: A description.
-        setting: The setting of the generator that removes it, and its value.
-        places: The places where it rounds.
-        attention: The name of a rounding of the attention; empty if there is none.
+        name: A description of the rounding in words.
+        setting: The name and the value of the generator's setting that removes the rounding. Both are empty
+            if there is no such setting.
+        places: The ops whose results or operands are rounded.
+        attention: The name of a rounding inside attention, from ``ATTENTION``; empty if there is none.
     """
 
     name: str
@@ -31,12 +32,15 @@ class Suspect:
 
     @property
     def size(self) -> int:
-        """The number of ops at which it rounds."""
+        """The number of ops with this rounding."""
         return len({place.operands for place in self.places}) + bool(self.attention)
 
     @property
     def is_cause(self) -> bool:
-        """Whether a setting removes it. The different rounding inside fused kernels has no setting."""
+        """Whether a setting of the generator removes the rounding.
+
+        No setting removes the differences between fused attention kernels, so these are no cause.
+        """
         return bool(self.setting[0])
 
 
@@ -59,8 +63,9 @@ def suspects_of(
     Args:
         found: Maps each place where the trainer computes a result wider than ``dtype`` to the shape of that
             result, in the order of first execution.
-        head: Which of these places computes the logits; None if its result is not wider than ``dtype``.
-        dtype: The dtype that the generator may round to.
+        head: The place in ``found`` that computes the logits. None if the logits are not wider than
+            ``dtype``.
+        dtype: The dtype to which the generator may round.
     """
     short = str(dtype).removeprefix("torch.")
     suspects = [_STEPS]
@@ -85,7 +90,7 @@ def suspects_of(
 
 
 def _groups(found: Mapping[OpPlace, tuple[int, ...]], short: str) -> Iterator[Suspect]:
-    """Yield roundings of several places: functions, the rotary embedding, the residual stream, all places."""
+    """Yield roundings of several ops, such as all ops of a function or of the rotary embedding."""
     scopes: dict[str, list[OpPlace]] = {}
     for place in found:
         if not place.is_product:
@@ -103,7 +108,7 @@ def _groups(found: Mapping[OpPlace, tuple[int, ...]], short: str) -> Iterator[Su
 
 
 def emulated(suspects: Sequence[Suspect], dtype: torch.dtype) -> Iterator[AbstractContextManager[object]]:
-    """Yield the contexts for a trainer that rounds to ``dtype`` where the suspects do."""
+    """Yield context managers that emulate the suspects, which round to ``dtype``, in the trainer."""
     places = {place for suspect in suspects for place in suspect.places}
     attention = {suspect.attention for suspect in suspects if suspect.attention}
     if places:

@@ -1,4 +1,4 @@
-"""The trainer's step on the batches of a rollout: the step's log-probabilities, gap and time."""
+"""Run the trainer's step on the batches of a rollout, and measure its log-probabilities, gap and time."""
 
 from __future__ import annotations
 
@@ -29,26 +29,30 @@ from amp_plugin.tuning.rollouts import RolloutBatch
 from amp_plugin.tuning.search import Changes, with_changes
 from amp_plugin.tuning.suspects import Suspect, emulated
 
-_MOST_LOGITS: Final = 1 << 26  # the most logits kept to find out how log-probabilities were recorded
+_MOST_LOGITS: Final = 1 << 26  # at most so many logits are kept to fit the recorded temperature and top-p
 
 Step = Callable[[Tensor], object]
-"""Maps token ids of shape (sequences, longest) to logits of shape (sequences, longest, vocabulary)."""
+"""A function from token ids, shape (sequences, longest), to logits, shape (sequences, longest,
+vocabulary)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trainer:
-    """The trainer's step on a rollout, with or without changes. Each run starts from the same state.
+    """A trainer's step on a rollout, perhaps with changed rules or emulated roundings.
+
+    Each run starts from the same state.
 
     Attributes:
         step: The function that computes logits from token ids.
-        model: The model whose buffers are restored after each run. None if no buffers change.
-        batches: The sequences of the rollout.
-        default: The op rules of the trainer without changes.
-        sampling: How log-probabilities are computed from logits. Settings per token cover all batches.
+        model: The model whose buffers are restored after each run. None if the step changes no buffers.
+        batches: The sequences of the rollout in batches.
+        default: The op rules to which ``changes`` are applied.
+        sampling: The temperature and top-p with which log-probabilities are computed from logits. If a
+            setting has one number per token, it covers all batches.
         changes: Changes to the op rules.
-        head: A layer that runs in fp32, or None.
-        emulated: The generator's roundings that are emulated.
-        dtype: The dtype that they round to.
+        head: The Linear layer that runs in fp32, or None.
+        emulated: The roundings of the generator that are emulated.
+        dtype: The dtype of the emulated roundings.
     """
 
     step: Step
@@ -63,35 +67,35 @@ class Trainer:
 
     @property
     def rules(self) -> OpRules:
-        """The op rules with the changes."""
+        """The op rules after the changes."""
         return with_changes(self.default, self.changes)
 
     def first(self, batches: int) -> Trainer:
-        """Return the trainer on only the first batches."""
+        """Return a trainer that runs only the first batches."""
         return replace(self, batches=self.batches[:batches])
 
     def recorded(self) -> Tensor:
-        """Return the recorded log-probabilities, float64."""
+        """Return the recorded log-probabilities of all sampled tokens, float64."""
         return torch.cat([batch.recorded for batch in self.batches])
 
     def log_probs(self) -> Tensor:
-        """Return the log-probabilities of the trainer with its changes, float64."""
+        """Return the log-probabilities that the trainer computes with its changes, float64."""
         with self._changed():
             return self.scores()
 
     def exact(self) -> Tensor:
-        """Return the log-probabilities of the trainer without rounding and without changes, float64."""
+        """Return the log-probabilities of the unchanged trainer, computed without rounding, float64."""
         device = self.default.device_type
         shadow = ShadowRun(dtype=widest_float(torch.device(device)))
         with rules_on_trial(rules_without_16_bits(device)), shadow:
             return self.scores(shadow.without_rounding)
 
     def scores(self, values: Callable[[Tensor], Tensor] = torch.Tensor.detach) -> Tensor:
-        """Run the program's step without changes, and return its log-probabilities.
+        """Run the step without any changes, and return its log-probabilities.
 
         Args:
-            values: A function that returns the numbers to use for a tensor of logits. By default they are its
-                own.
+            values: A function that returns the values to use for a tensor of logits. By default, the tensor's
+                own values are used.
         """
         found: list[Tensor] = []
 
@@ -105,11 +109,11 @@ class Trainer:
         return torch.cat(found)
 
     def gap(self) -> GapNumbers:
-        """Return the gap of the trainer with its changes."""
+        """Return the gap between the trainer with its changes and the record."""
         return GapNumbers.of(self.log_probs(), self.recorded())
 
     def distances(self) -> Tensor:
-        """Return |trainer - record| for each token, or infinity if the program fails with these changes."""
+        """Return |trainer - record| for each token, or inf if the step fails with these changes."""
         recorded = self.recorded()
         try:
             return (self.log_probs() - recorded).abs().nan_to_num(math.inf)
@@ -117,9 +121,9 @@ class Trainer:
             return torch.full_like(recorded, math.inf)
 
     def measure(self, least: float) -> Measurement:
-        """Return the gap in the form that a search over rules needs, with the bytes that were cast.
+        """Return the gap and the bytes of casts as a ``Measurement``, for a search over rules.
 
-        A gap below ``least`` counts as ``least``, so that no rule is added for a smaller one.
+        A gap below ``least`` counts as ``least``, so that no rule is added to reduce it further.
         """
         with log_casts() as log:
             gap = self.gap()
@@ -128,14 +132,14 @@ class Trainer:
         return Measurement(saved_bytes=0.0, cast_bytes=cast, errors=(size,), mean_errors=(gap.p99,))
 
     def seconds(self) -> float:
-        """Return the median time of a forward and a backward pass of a batch, in seconds."""
+        """Return the median time in seconds of a forward and backward pass of one batch."""
         taken: list[float] = []
         with torch.enable_grad(), self._changed():
             self.run(lambda *measured: taken.append(measured[-1]))
         return median(taken)
 
     def as_recorded(self) -> Trainer:
-        """Return the trainer with the sampling that was used for the recorded log-probabilities."""
+        """Return the trainer with the temperature and top-p of the recorded log-probabilities."""
         kept: list[Tensor] = []
 
         def keep(_: RolloutBatch, logits: Tensor, __: float) -> None:
@@ -154,7 +158,7 @@ class Trainer:
         )
 
     def places(self) -> EmulatedRounding:
-        """Return the places at which the first batch has results wider than ``dtype``."""
+        """Find the places at which the first batch has results wider than ``dtype``."""
         region = EmulatedRounding(self.dtype)
         with region:
             self.first(1).log_probs()
@@ -162,7 +166,7 @@ class Trainer:
 
     @contextmanager
     def _changed(self) -> Iterator[None]:
-        """Run a block under the rules, with the head in fp32 and the emulated roundings."""
+        """Run a block with the changed rules, the head in fp32 and the emulated roundings."""
         with ExitStack() as stack:
             for block in (
                 rules_on_trial(self.rules),
@@ -173,9 +177,10 @@ class Trainer:
             yield
 
     def run(self, on_batch: Callable[[RolloutBatch, Tensor, float], None]) -> None:
-        """Call a function with each batch, the logits of its sampled tokens, and the time in seconds.
+        """Run the step on each batch, and call ``on_batch``.
 
-        If gradients are enabled, a backward pass runs as well.
+        ``on_batch`` is called with the batch, the logits of its sampled tokens and the time in seconds.
+        If gradients are enabled, a backward pass also runs.
         """
         kept = nullcontext() if self.model is None else buffers_kept(self.model)
         with torch.random.fork_rng(), kept:
@@ -192,7 +197,7 @@ class Trainer:
 
 
 def _checked(output: Any, tokens: Tensor) -> Tensor:
-    """Return the logits in the output of a step."""
+    """Return the logits in the output of a step, or raise an error if there are none."""
     logits = logits_of(output, tokens)
     if logits is None:
         given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
@@ -205,7 +210,7 @@ def _checked(output: Any, tokens: Tensor) -> Tensor:
 
 
 def _backward(loss: Tensor) -> None:
-    """Compute the gradients of a loss and drop them."""
+    """Compute the gradients of a loss without storing them."""
     leaves, seen, nodes = [], set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -219,7 +224,7 @@ def _backward(loss: Tensor) -> None:
 
 
 def _in_fp32(head: nn.Linear | None) -> AbstractContextManager[object]:
-    """Run one Linear layer in fp32 for a block."""
+    """Run one Linear layer in fp32 in a block. Other layers do not change."""
     if head is None:
         return nullcontext()
 

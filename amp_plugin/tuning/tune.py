@@ -1,4 +1,4 @@
-"""Tunes op rules to a program: measures, searches, verifies, and writes the rules with their evidence."""
+"""Find the best op rules for a program by a search, verify them, and write them to a file."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ _REFERENCES: Final = {"fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """The chosen rules and their measurements.
+    """The rules that a search chose, and their measurements.
 
     Attributes:
-        rules: the chosen rules. They are the default rules if the search found none better.
-        goal: the goal of the search.
-        budget: the share by which the gradient error was allowed to grow; for the goal ``"accuracy"``, the
-            bytes.
-        reference: ``"fp64"`` or ``"fp32"``, the dtype of the reference gradients.
-        before: the measurement of the default rules on all batches.
-        after: the measurement of the chosen rules on all batches.
-        seconds: the median time of a batch under the default rules, and under the chosen ones. The runs
-            alternate.
-        changes: the chosen rules that differ from the default ones.
-        tried: all sets that were tried, in order, with their measurements.
-        nearest: a description of the set that saves something and exceeds the budget least; empty if there
-            is none.
-        is_followed: False if rules change nothing, because autocast is off or its blocks have rules of
-            their own.
-        jump: for the goal ``"accuracy"``, a sentence on the op at which the arriving error jumps under the
-            default rules, and lines to paste that compute its module in fp32. Empty if no op stands out.
+        rules: The chosen rules. They are the default rules if the search found no better rules.
+        goal: The goal of the search.
+        budget: The fraction by which the gradient error was allowed to grow. For the goal ``"accuracy"``, it
+            limited the growth of the bytes instead.
+        reference: The dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
+        before: The measurement of the default rules on all batches.
+        after: The measurement of the chosen rules on all batches.
+        seconds: The median time of a batch in seconds, first with the default rules and then with the chosen
+            rules. Both are measured in turns.
+        changes: The chosen rules that differ from the default rules.
+        tried: All sets of rules that were tried, in order, with their measurements.
+        nearest: A description of the set of rules that saves something and exceeds the budget least. Empty if
+            there is no such set.
+        is_followed: False if op rules have no effect, because autocast is off or its blocks have their own
+            rules.
+        jump: Only for the goal ``"accuracy"``: a sentence about the op at which the accumulated error jumps
+            with the default rules, and lines of code that compute its module in fp32. Empty if no op stands
+            out.
     """
 
     rules: OpRules
@@ -75,7 +76,7 @@ class Tuning:
         return not self.changes
 
     def table(self) -> Table:
-        """Return a rich table of the numbers before and after."""
+        """Return a rich table that compares the default rules with the chosen rules."""
         table = Table(box=None, pad_edge=False)
         table.add_column("per batch")
         for column in ("default", "tuned", "change"):
@@ -90,7 +91,7 @@ class Tuning:
         comments = [
             self.headline,
             f"gradients compared with {self.reference}, {self.batches} batches",
-            *(f"with the default rules {text}" for text in self.jump[:1]),
+            *(f"with the default rules, {text}" for text in self.jump[:1]),
         ]
         for name, old, new, changed in _rows(self.before, self.after):
             comments.append(f"{name}: {old} -> {new}" + (f" ({changed})" if changed else ""))
@@ -101,9 +102,9 @@ class Tuning:
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Draw cost against error into a file; for the goal ``"accuracy"``, bytes against error.
+        """Draw cost and gradient error of all sets of rules that were tried, and save the plot.
 
-        The ending of the file's name decides the format.
+        The suffix of the file's name decides the format.
         """
         require_plots(path)
         from matplotlib.figure import Figure  # noqa: PLC0415 - optional
@@ -122,19 +123,21 @@ class Tuning:
             )
         if self.keeps_default:
             nothing = f"tuned for {self.goal}: nothing better was found, the default rules stay"
-            missed = f"; the budget is {self.budget:.0%}, and nearest was {self.nearest}"
+            missed = f"; the budget is {self.budget:.0%}, and the set nearest to it was {self.nearest}"
             return nothing + (missed if self.nearest else "")
         rules = f"{len(self.changes)} rule{'s' if len(self.changes) > 1 else ''}"
         if self.before.failed == self.batches:
             return (
-                f"tuned for {self.goal}: {rules}, without which every batch overflows; the bytes did not "
-                "count"
+                f"tuned for {self.goal}: {rules}, without which every batch overflows; no budget was applied"
             )
         return f"tuned for {self.goal}: {rules}, budget {self.budget:.0%}"
 
 
 def require_plots(path: str | Path) -> None:
-    """Raise ImportError if matplotlib is missing, ValueError if it cannot write a file of this format."""
+    """Check that matplotlib is installed and can write a file of this format.
+
+    An ImportError or a ValueError is raised if not.
+    """
     try:
         from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415 - optional
     except ImportError as error:
@@ -184,38 +187,42 @@ def tune(
 ) -> Tuning | GapTuning:
     """Find op rules that save memory or casts without more gradient error, or that cure an overflow.
 
-    ``step`` runs about fifty times under different rules, each time from the present weights and random
+    ``step`` runs about fifty times with different rules. Each run starts with the present weights and random
     states.
 
-    With ``goal=Gap(rollout)`` it finds out why the log-probabilities of a trainer differ from those that a
-    generator recorded, and what closes the gap. Then ``step`` takes token ids, int64 of shape (sequences,
-    longest), and returns logits of shape (sequences, longest, vocabulary), or an object with ``.logits``. It
-    runs forward passes only. ``batches``, ``budget`` and ``reference`` are not used.
+    With ``goal=Gap(rollout)``, the function finds out why the log-probabilities of a trainer differ from
+    those that a generator recorded, and what closes the gap. For this goal, ``step`` takes token ids, int64
+    of shape (sequences, longest). It returns logits of shape (sequences, longest, vocabulary), or an object
+    with ``.logits``, and runs no backward pass. ``batches``, ``budget`` and ``reference`` are not used.
 
     Args:
-        step: a function that runs the forward and backward pass on a batch, in an autocast region without
+        step: A function that runs the forward and backward pass on a batch, in an autocast region without
             ``rules=``. It must not step an optimizer. It may scale the loss by a constant power of two.
-        model: the model whose gradients are compared. Its weights are not changed. With a ``Gap`` the
-            model is optional. Its buffers are restored after each run.
-        batches: the arguments of ``step``. The search uses the first half of them. The result is verified
-            on all.
-        device_type: the device type of the rules; by default the type of the model's device, or the CPU.
-        goal: ``"memory"`` saves fewer bytes for the backward pass. ``"casts"`` casts fewer bytes.
-            ``"accuracy"`` makes gradients finite with the fewest fp32 ops. If they are finite already, it
-            makes their error smaller. A ``Gap`` brings a trainer nearer to its generator.
-        budget: the share by which the gradient error may grow; for the goal ``"accuracy"``, the bytes.
-        reference: the dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
+        model: The model whose gradients are compared. Its weights are not changed, and its buffers are
+            restored after each run. The model is optional for a ``Gap``.
+        batches: The arguments of ``step``, one for each batch. The search uses the first half of the batches,
+            and the result is verified on all batches.
+        device_type: The device type of the rules. By default, it is the type of the model's device, or the
+            CPU.
+        goal: ``"memory"`` reduces the bytes that are saved for the backward pass. ``"casts"`` reduces the
+            bytes that are cast. ``"accuracy"`` makes gradients finite with a minimal set of fp32 ops, and
+            reduces the error of gradients that are finite already. A ``Gap`` brings a trainer's
+            log-probabilities nearer to those of its generator.
+        budget: The fraction by which the gradient error may grow. For the goal ``"accuracy"``, it limits the
+            growth of the bytes instead.
+        reference: The dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
         progress: True shows a progress bar.
 
     Returns:
-        The chosen rules and their measurements. Use ``table()``, ``save("rules.yaml")`` and
-        ``plot("rules.png")``. With a ``Gap``, a :class:`GapTuning`: print it.
+        A :class:`Tuning` with the chosen rules and their measurements. Its methods ``table()``,
+        ``save("rules.yaml")`` and ``plot("rules.png")`` show and write them. For a ``Gap``, a
+        :class:`GapTuning`, which can be printed.
 
     Raises:
-        ValueError: an option is not allowed, or the step changes a weight or gives no gradients, or no
-            logits for a ``Gap``.
+        ValueError: An option is not allowed. Or the step changes a weight or computes no gradients or, for a
+            ``Gap``, no logits.
         TypeError: ``model`` or ``batches`` is missing.
-        RuntimeError: the native core is missing, or no rules make the gradients finite.
+        RuntimeError: The native core is missing, or no rules make the gradients finite.
 
     Example:
         >>> from amp_plugin import autocast
@@ -233,7 +240,7 @@ def tune(
     if isinstance(goal, Gap):
         return close_gap(step, goal, model=model, device_type=device, progress=progress)
     if model is None:
-        msg = f"tune(goal={goal!r}) needs model= and batches=; only goal=Gap(rollout) does without"
+        msg = f"tune(goal={goal!r}) needs model= and batches=; only goal=Gap(rollout) works without them"
         raise TypeError(msg)
     workload = StepFunction(step, model, batches)
     return tuned(workload, device, goal=goal, budget=budget, reference=reference, progress=progress)
@@ -242,7 +249,7 @@ def tune(
 def tuned(
     workload: Workload, device_type: str, *, goal: str, budget: float, reference: str, progress: bool
 ) -> Tuning:
-    """Tune the rules of a workload; :func:`tune` explains the arguments."""
+    """Tune the op rules of a workload. :func:`tune` explains the arguments."""
     wanted = _checked(goal, budget, reference)
     default = OpRules.default(device_type)
     # The output of the trials is dropped.
@@ -314,7 +321,7 @@ def _size(count: float) -> str:
     return filesize.decimal(round(count))
 
 
-# Maps the name of a number to its attribute, and to the function that formats the number.
+# Maps the name of a number in the table to its attribute and to a function that formats the number.
 _NUMBERS: Final[dict[str, tuple[str, Callable[[float], str]]]] = {
     "saved for backward": ("saved_bytes", _size),
     "cast": ("cast_bytes", _size),
@@ -324,7 +331,7 @@ _NUMBERS: Final[dict[str, tuple[str, Callable[[float], str]]]] = {
 
 
 def _rows(before: Measurement, after: Measurement) -> list[tuple[str, ...]]:
-    """Return one row for each number: name, value before, value after, change."""
+    """Return one table row for each number, with its name, its two values and the change in percent."""
     rows: list[tuple[str, ...]] = []
     for name, (attribute, text) in _NUMBERS.items():
         old, new = getattr(before, attribute), getattr(after, attribute)
@@ -335,7 +342,7 @@ def _rows(before: Measurement, after: Measurement) -> list[tuple[str, ...]]:
 
 
 def _change(before: float, after: float) -> str:
-    """Return a relative change as text, ``"-12.3 %"``; ``""`` if it is not defined."""
+    """Return a relative change as text, such as ``"-12.3 %"``, or ``""`` if it is not defined."""
     if before == 0 or not (math.isfinite(before) and math.isfinite(after)):
         return ""
     return f"{(after / before - 1) * 100:+.1f} %"
@@ -345,7 +352,7 @@ _COSTS: Final = {"memory": "bytes saved for backward", "casts": "bytes cast", "a
 
 
 def draw(tuning: Tuning, axes: Any) -> None:
-    """Draw each set with finite numbers as a point; mark the default set, the chosen set and the budget."""
+    """Draw each set of rules as a point, and mark the default rules, the chosen rules and the budget."""
     goal, before = tuning.goal, tuning.before
 
     def place(measured: Measurement) -> tuple[float, float]:
@@ -364,7 +371,7 @@ def draw(tuning: Tuning, axes: Any) -> None:
         axes.scatter(*zip(*of_rule, strict=True), s=24, label=rule)
     for label, marker, measured in (("default rules", "s", before), ("chosen rules", "*", tuning.after)):
         axes.scatter(*place(measured), s=130, marker=marker, label=label, zorder=3)
-    if before.failed < tuning.batches:  # if all batches fail by default, no budget applies
+    if before.failed < tuning.batches:  # if all batches fail with the default rules, no budget applies
         axes.axhline(1 + tuning.budget, color="black", linewidth=1, linestyle="--", label="budget")
     grows = "bytes, saved or cast" if goal == "accuracy" else "gradient error, whole or mean"
     cost = _COSTS[goal] + ", default rules: 1" * (before.failed < tuning.batches)
@@ -375,7 +382,7 @@ def draw(tuning: Tuning, axes: Any) -> None:
 
 
 def _name_points(axes: Any, places: dict[Changes, tuple[float, float]]) -> None:
-    """Write the op of each set's last rule next to its point, unless it would cover another name."""
+    """Write the op of the last rule of each set next to its point, unless it would cover another name."""
     taken: list[Any] = []
     middle = sum(axes.get_xlim()) / 2
     for changes, at in places.items():

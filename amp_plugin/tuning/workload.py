@@ -1,6 +1,6 @@
-"""The workload to tune: the batches of a step function or of a program.
+"""Run the batches of a step function or of a program again and again, for a search over op rules.
 
-Each run starts from the same state.
+Each run starts from the same weights and random states.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from amp_plugin.tuning.folder_copy import FolderCopy
 from amp_plugin.tuning.model_call import ModelCall, model_calls
 
 Gradients = Mapping[str, Tensor]  # maps the name of a parameter to its gradient
-# Called after each batch with its gradients and its time in seconds.
+# A function that is called after each batch, with the gradients and the time in seconds.
 OnBatch = Callable[[Gradients, float], None]
 
 
@@ -54,7 +54,7 @@ class StepFunction:
     def __init__(self, step: Callable[[Any], object], model: nn.Module, batches: Sequence[Any]) -> None:
         self._step, self._inputs, self.model = step, list(batches), model
         if not self._inputs:
-            msg = "tune(batches=[]): give at least one batch; two or three tell more"
+            msg = "tune(batches=[]): give at least one batch; two or three make the result more reliable"
             raise ValueError(msg)
 
     @property
@@ -63,7 +63,7 @@ class StepFunction:
         return len(self._inputs)
 
     def run(self, on_batch: OnBatch, *, batches: int) -> None:
-        """Run the first batches from the present state of the model and of the random generators."""
+        """Run the first batches, starting from the present weights, buffers and random states."""
         params = dict(self.model.named_parameters())
         versions = {name: param._version for name, param in params.items()}
         with _state_kept(self.model):
@@ -74,7 +74,7 @@ class StepFunction:
                 gradients, msg = _gradients(params), ""
                 taken = time.perf_counter() - started
                 if changed := [name for name, p in params.items() if p._version != versions[name]]:
-                    msg = f"the step changed the weight {changed[0]}; leave optimizer.step() out of it"
+                    msg = f"the step changed the weight {changed[0]}; leave out optimizer.step()"
                 elif not gradients:
                     msg = "the step gave no parameter a gradient; it has to call backward()"
                 if msg:
@@ -83,7 +83,7 @@ class StepFunction:
 
 
 def _gradients(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Wait for the device and return the gradients of the parameters that have one."""
+    """Wait for the device, and return the gradients of all parameters that have a gradient."""
     gradients = {name: param.grad for name, param in params.items() if param.grad is not None}
     for device in {grad.device for grad in gradients.values() if grad.is_cuda}:
         torch.cuda.synchronize(device)
@@ -92,7 +92,7 @@ def _gradients(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def _gradients_set_aside(params: Iterable[Tensor]) -> Iterator[None]:
-    """Run a block without gradients, then restore the gradients from before."""
+    """Set all gradients to None in a block, and restore them afterwards."""
     before = [(param, param.grad) for param in params]
     for param, _ in before:
         param.grad = None
@@ -105,7 +105,7 @@ def _gradients_set_aside(params: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _state_kept(model: nn.Module) -> Iterator[None]:
-    """Restore buffers, random generators and gradients after a block."""
+    """Restore the buffers, the gradients and the states of random generators after a block."""
     python = random.getstate()
     with torch.random.fork_rng(), buffers_kept(model), _gradients_set_aside(model.parameters()):
         try:
@@ -115,14 +115,14 @@ def _state_kept(model: nn.Module) -> Iterator[None]:
 
 
 class Script:
-    """A program. Each of its backward passes is one batch.
+    """A program as a workload, in which each backward pass counts as one batch.
 
-    Each set of rules runs the program from the start, with the same seeds, up to the last batch. It runs in a
-    copy of the working directory, so that files written by loggers and checkpoints do no harm. Optimizers
+    For each set of rules, the program runs from its start, with the same seeds, up to the last batch. It runs
+    in a copy of the working directory, so that its loggers and checkpoints overwrite no files. Optimizers
     step, but the weights are restored after each step, so that all batches see the same weights.
     """
 
-    model = None  # it is unknown which of its modules is the model
+    model = None  # it is not known which module of the program is the model
 
     def __init__(self, program: Program, arguments: Sequence[str], *, batches: int) -> None:
         file, present = Path(os.path.normpath(program.file.absolute())), Path.cwd()
@@ -134,7 +134,7 @@ class Script:
         self.batches = batches
 
     def run(self, on_batch: OnBatch, *, batches: int) -> None:
-        """Run the program until its first ``batches`` backward passes are done. Drop its output."""
+        """Run the program until its first ``batches`` backward passes are done. Its output is dropped."""
         count = 0
 
         def counted(gradients: Gradients, seconds: float) -> None:
@@ -143,7 +143,7 @@ class Script:
                 on_batch(gradients, seconds)
                 count += 1
             if count >= batches:
-                sys.exit()  # the program ends here, as if it had exited itself
+                sys.exit()  # end the program as if it had called sys.exit() itself
 
         ended = self._run_quietly(_batches_followed(counted))
         if count < batches:
@@ -158,7 +158,7 @@ class Script:
     def first_call(self) -> ModelCall:
         """Run the program until a model, with gradients enabled, has computed logits from token ids.
 
-        Return that call.
+        Return the call of this model.
         """
         calls: list[ModelCall] = []
         ended = self._run_quietly(model_calls(calls.append))
@@ -172,7 +172,10 @@ class Script:
         return calls[0]
 
     def _run_quietly(self, around: AbstractContextManager[object]) -> str:
-        """Run the program in the copy of the folder and drop its output. Return a text on how it ended."""
+        """Run the program in the copy of the folder, and return a text that says how it ended.
+
+        The output of the program is dropped.
+        """
         random.seed(0)
         torch.manual_seed(0)
         expected = (Exception,) if self._has_run else ()
@@ -193,14 +196,17 @@ class Script:
 
 
 Workload = StepFunction | Script
-"""Batches that can be run many times and give the same numbers each time."""
+"""Batches that can run many times and give the same results each time."""
 
 
 @contextmanager
 def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
-    """Call a function after each backward pass that leaves gradients. Restore weights after each step."""
+    """Call a function after each backward pass that computes gradients of parameters.
+
+    Weights are restored after each optimizer step.
+    """
     names: dict[Tensor, str] = {}
-    begun: list[float] = []  # the time at which the batch's first module was called
+    begun: list[float] = []  # the time at which the first module was called in this batch
     plain = torch.autograd.backward
 
     def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -209,7 +215,7 @@ def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
 
     def called(module: nn.Module, *_: Any) -> None:
         if not begun:
-            for name, param in module.named_parameters():  # copies of modules register no hooks
+            for name, param in module.named_parameters():  # a deep copy of a module does not call the hook
                 registered(module, name, param)
             begun.append(time.perf_counter())
 
@@ -217,7 +223,7 @@ def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
         is_inner = torch._C._current_graph_task_id() != -1
         plain(*args, **kwargs)
         gradients = {} if is_inner else _gradients({name: param for param, name in names.items()})
-        if gradients:  # there are none if the loss depends on no module's parameter
+        if gradients:  # empty if the loss depends on no parameter of a module
             now = time.perf_counter()
             on_batch(gradients, now - (begun.pop() if begun else now))
 
@@ -229,7 +235,7 @@ def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
 
 
 def _hold_weights_still(stack: ExitStack) -> None:
-    """Restore the parameters after each optimizer step, until the stack is closed."""
+    """Restore the parameters after each optimizer step, until ``stack`` is closed."""
     before: dict[Optimizer, dict[Tensor, Tensor]] = {}
 
     def keep(optimizer: Optimizer, *_: Any) -> None:
@@ -244,7 +250,7 @@ def _hold_weights_still(stack: ExitStack) -> None:
     stack.callback(register_optimizer_step_post_hook(restore).remove)
 
 
-# These ops return no floating-point numbers, or the caller chooses their dtype.
+# Ops that return no floating-point numbers, or whose dtype the caller chooses.
 _LEFT_OUT: Final = {
     *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "argmax", "argmin", "argsort"),
     *("logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "all", "any"),
@@ -255,7 +261,10 @@ _NOT_FORWARD: Final = ("autograd::engine", "Optimizer.")
 
 
 def used_ops(run: Callable[[], object], rules: OpRules) -> list[str]:
-    """Run something under rules. Return the outermost ops of its forward pass, the most frequent first."""
+    """Run a function under op rules, and return the ops that its forward pass calls.
+
+    Ops that other ops call are left out. The most frequent op comes first.
+    """
     with rules_on_trial(rules), profile() as profiled:
         run()
     counts = Counter(event.name for event in profiled.function_events or [] if _is_outermost(event))
@@ -275,7 +284,7 @@ def _is_outermost(event: FunctionEvent) -> bool:
 def _may_have_rule(op: str) -> bool:
     try:
         overloads = overloads_of(op)
-    except ValueError:  # it writes in place, or is not an op of the dispatcher
+    except ValueError:  # an in-place op, or a name that is not an op of the dispatcher
         return False
     return op.partition("::")[2] not in _LEFT_OUT and any(map(_makes_new_tensors, overloads))
 

@@ -44,7 +44,7 @@ def test_the_jump_is_named_and_its_line_cures():
     assert (module, op) == ("Net.rotary", "aten::cos.default")
     assert before < 0.02 < 0.1 < run.errors()[module, op, "forward"].arriving
     caption = run.table().caption
-    assert "the arriving error jumps from" in caption
+    assert "the accumulated error jumps from" in caption
     code = "\n".join(line for line in caption.splitlines() if line.startswith(("import amp", "amp_plugin.")))
     exec(code, {"model": model})
     assert measured(model).jump() is None
@@ -71,10 +71,10 @@ def test_tuning_for_accuracy_names_it(reference):
         for goal in ("accuracy", "casts")
     }
     told, paste = found["accuracy"].jump
-    assert "the arriving error jumps from" in told
+    assert "the accumulated error jumps from" in told
     assert "at aten::cos.default in rotary" in told
     assert 'amp_plugin.run_in(torch.float32)(model.get_submodule("rotary"))' in paste
-    assert f"# with the default rules {told}\n" in found["accuracy"].to_yaml()
+    assert f"# with the default rules, {told}\n" in found["accuracy"].to_yaml()
     assert found["casts"].jump == ()
 
 
@@ -97,7 +97,7 @@ def test_the_command_prints_it(tmp_path, monkeypatch):
     options = ["--for", "accuracy", "--batches", 1, "--device", "cpu"]
     done = amp("tune", *options, "train.py")
     assert done.exit_code == 0, done.output
-    assert "with the default rules the arriving error jumps from" in done.stdout
+    assert "with the default rules, the accumulated error jumps from" in done.stdout
     assert 'amp_plugin.run_in(torch.float32)(model.get_submodule("rotary"))' in done.stdout
     done = amp("tune", *options, "--json", "--force", "train.py")
     assert len(json.loads(done.stdout)["jump"]) == 2

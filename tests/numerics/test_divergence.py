@@ -80,7 +80,7 @@ def test_the_page_and_diagnose_judge_alike(lr, tmp_path):
         if watch == "page":
             with report(scaler, model, tmp_path / "run.html") as page:
                 program(scaler)
-            said = " ".join(in_short(page.history, [], [], "amp-plugin diagnose train.py")["change"])
+            said = " ".join(in_short(page.history, [], [], "amp-plugin diagnose train.py")["what to change"])
         else:
             with diagnose(keep_going=True) as diagnosis:
                 program(scaler)

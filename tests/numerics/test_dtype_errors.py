@@ -210,7 +210,7 @@ def test_a_fused_kernel_that_refuses_a_block_does_so_under_diagnose(tmp_path):
     result = amp(str(script))
     assert result.exit_code == 1
     assert "expected scalar type Float but found BFloat16" in result.stderr
-    assert "torch refused aten::_transformer_encoder_layer_fwd.default" in result.stdout
+    assert "torch refused to run aten::_transformer_encoder_layer_fwd.default" in result.stdout
     for cure in result.stdout.partition("paste")[2].split("# or"):
         code = "\n".join(
             line.strip() for line in cure.strip().splitlines() if not line.strip().startswith("#")

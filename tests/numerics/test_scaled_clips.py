@@ -55,7 +55,7 @@ def test_the_line_and_the_cure_are_named_once(name, kind):
     assert finding.op.startswith("torch.nn.utils.clip_grad")
     assert finding.place.file == __file__
     assert finding.place.text == inspect.getsource(CLIPS[name]).strip()
-    assert "the loss scale, 1024, to 0.5" in finding.headline
+    assert "the loss scale of 1024: the limit of 0.5 limits" in finding.headline
     assert finding.cures[0].code == "scaler.unscale_(optimizer)"  # with the variable names of this file
 
 
@@ -135,7 +135,7 @@ def test_the_command_ends_with_another_status_and_its_line_cures(tmp_path):
 def test_a_clip_before_the_scaler_knows_the_optimizer_is_found_at_its_first_call(kind):
     (finding,) = trained(CLIPS["norm"], SCALERS[kind](), steps=1)
     assert finding.place.text == inspect.getsource(CLIPS["norm"]).strip()
-    assert "the loss scale, 1024, to 0.5" in finding.headline
+    assert "the loss scale of 1024: the limit of 0.5 limits" in finding.headline
 
 
 @pytest.mark.parametrize("kind", SCALERS)
@@ -168,7 +168,7 @@ def test_each_of_two_optimizers_has_its_own_early_clip(kind):
         scaler.step(optimizers[1])
         assert found == []
         scaler.step(optimizers[0])
-    assert ["to 0.25" in finding.headline for finding in found] == [True]
+    assert ["the limit of 0.25 " in finding.headline for finding in found] == [True]
 
 
 NO_UPDATE = SCRIPT.replace("            scaler.update()\n", "")

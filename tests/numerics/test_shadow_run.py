@@ -156,7 +156,10 @@ def test_what_cannot_be_run_again_is_counted():
         noisy.normal_()
         torch.empty_like(half).fill_(2.0)
     assert run.not_compared() == {"aten::bernoulli.default": 1}
-    assert run.table().caption == "not measured, and taken as exact: aten::bernoulli.default (1 call)"
+    assert (
+        run.table().caption
+        == "not measured, so their results count as exact: aten::bernoulli.default (1 call)"
+    )
 
 
 def test_another_dtype_is_refused():
@@ -169,7 +172,7 @@ def test_the_table():
         assert "was the code in an autocast block?" in str(run.table().caption)
         step(Attention(), None)
     assert run.table(rows=3).row_count == 3
-    assert "rows with smaller errors" in str(run.table(rows=3).caption)
+    assert "more rows with smaller errors" in str(run.table(rows=3).caption)
 
 
 def test_shards_are_measured_and_collectives_are_counted():

@@ -58,7 +58,7 @@ def test_lightning(tmp_path, precision):
     assert data["steps"] == 8
     assert [loss is None for loss in data["curves"]["loss"]] == [i == 4 for i in range(8)]
     assert data["curves"]["before"][0] > data["curves"]["after"][0] == pytest.approx(0.01, rel=1e-3)
-    assert "loss not finite step 5" in text_of(tmp_path / "run.html")
+    assert "loss or gradients not finite step 5" in text_of(tmp_path / "run.html")
     assert "finished" in text_of(tmp_path / "run.html")
     assert "net.0" in data["cells"]["modules"]
 
@@ -99,7 +99,7 @@ def test_fabric(tmp_path, precision):
             optimizer.step()
             optimizer.zero_grad()
     assert page.history.steps == 8
-    assert "loss not finite steps 5 to 8" in text_of(page.path)
+    assert "loss or gradients not finite steps 5 to 8" in text_of(page.path)
     assert precision in text_of(page.path)
 
 
@@ -129,7 +129,7 @@ def test_accelerate(tmp_path, precision, accelerate):
     data = data_of(tmp_path / "run.html")
     assert data["steps"] == 8
     assert [loss is None for loss in data["curves"]["loss"]] == [i == 4 for i in range(8)]
-    assert "loss not finite step 5" in text_of(tmp_path / "run.html")
+    assert "loss or gradients not finite step 5" in text_of(tmp_path / "run.html")
 
 
 class Generator(nn.Linear):

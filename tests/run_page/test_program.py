@@ -84,7 +84,7 @@ def test_a_program_without_a_scaler(tmp_path, capsys, uses_autocast):
     off = PLAIN.replace("torch.autocast(", "torch.autocast(enabled=False, device_type=")
     page = run(tmp_path, PLAIN if uses_autocast else off)
     said, text = " ".join(capsys.readouterr().err.split()), text_of(page)
-    assert f"train.py is drawn in {page}" in said
+    assert f"the run report of train.py is in {page}" in said
     # what the page uses does not count as used by the program
     assert ("train.py used none of" in said) is not uses_autocast
     curves = data_of(page)["curves"]
@@ -92,7 +92,7 @@ def test_a_program_without_a_scaler(tmp_path, capsys, uses_autocast):
     assert all(norm > 0 for norm in curves["before"])
     assert "none of 10 steps" in text
     assert ("bf16" in text) is uses_autocast
-    assert "not seen" not in text
+    assert "not shown" not in text
 
 
 @pytest.mark.native
@@ -111,7 +111,7 @@ def test_a_program_that_trains_nothing_that_is_seen_is_told_how_to_get_a_page(tm
     page = run(tmp_path, source)
     said = capsys.readouterr().err
     assert not page.exists()
-    assert "has called no model that is trained, or only in compiled code" in said
+    assert "called no model in training mode outside of compiled code" in said
     assert "with amp_plugin.report(scaler, model, path):" in said
     assert "without an enabled GradScaler" not in said
 

@@ -144,7 +144,7 @@ class TestMeasurement:
 
     def test_other_parameters_than_before_are_an_error(self):
         with pytest.raises(
-            ValueError, match="batch 0 gives gradients to other parameters than in the first run: a, b;"
+            ValueError, match="in batch 0, other parameters have gradients than in the first run: a, b;"
         ):
             gradient_errors({"b": torch.ones(1)}, {"a": torch.ones(1)}, batch=0)
 
@@ -305,7 +305,7 @@ class TestTune:
         draw(found, axes := Figure().subplots())
         assert not axes.lines, "a cure has no budget"
         assert found.headline == (
-            "tuned for accuracy: 1 rule, without which every batch overflows; the bytes did not count"
+            "tuned for accuracy: 1 rule, without which every batch overflows; no budget was applied"
         )
         with pytest.raises(ValueError, match="no batch has finite gradients .* goal='accuracy'"):
             amp_plugin.tune(step, model=model, batches=batches)

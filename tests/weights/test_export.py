@@ -97,7 +97,7 @@ def test_low_halves_that_0_2_kept_in_the_optimizer_are_found(tmp_path, target, f
     state = {name: high for name, (high, _) in halves.items()}
     torch.save({"state_dict": state, "optimizer_states": [optimizer]}, tmp_path / "last.ckpt")
     text = export_same(tmp_path / "last.ckpt", target, wanted)
-    assert "2 weights that 0.2 stored in 16 bits are exact" in text
+    assert "2 weights that amp_plugin 0.2 had stored in 16 bits are exact" in text
     del rests[4]
     torch.save({"state_dict": state, "optimizer_states": [optimizer]}, tmp_path / "last.ckpt")
     code, text = export(tmp_path / "last.ckpt", target, "--force")

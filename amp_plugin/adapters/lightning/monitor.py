@@ -109,7 +109,7 @@ class Monitor:
             plugin.session.growth.add([pl_module])
         path = plugin.session.watch([pl_module], self.report)
         if path is not None:
-            plugin.package.utilities.rank_zero_info(f"the run is drawn in {path}")
+            plugin.package.utilities.rank_zero_info(f"the run report is in {path}")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Read the results of the optimizer steps that were not read so far."""
