@@ -198,7 +198,7 @@ def _is_bound(kind: type) -> bool:
 
 def _apply_to_instance(module: nn.Module, settings: RunIn) -> nn.Module:
     compiled = vars(module).get("_modules", {}).get("_orig_mod")
-    # After module.compile(), the class of the original module is changed, which compiles again.
+    # The wrapper of torch.compile stays. The class of the original module is changed, which compiles again.
     if compiled is not None:
         _apply_to_instance(compiled, settings)
         return module

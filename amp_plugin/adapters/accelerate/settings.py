@@ -107,7 +107,7 @@ def refuse_other_engine(
     """Return whether Megatron-LM, XLA or another fp8 library casts and trains instead of amp_plugin.
 
     Raises:
-    ValueError: amp_plugin would have to cast or to scale losses for that engine.
+    ValueError: the precision, or an option such as ``weights``, needs amp_plugin's own casts and steps.
     """
     engine = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}.get(kind)
     if engine is None and precision == "fp8" and float8_recipe is None:
