@@ -27,7 +27,6 @@ import torch
 
 from amp_plugin.patches import class_between, replaced, standing_in
 from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.scaling.loss_scale import HYSTERESIS
 from amp_plugin.scaling.shared import OUR_KEY
 
 _TORCHS: Final[Any] = next(kind for kind in GradScaler.__mro__ if kind.__module__.startswith("torch."))
@@ -183,30 +182,17 @@ def _stand_in(takes: _Takes) -> type:
         else:
             GradScaler.__setstate__(scaler, state)
 
-    named = {"get_scale": _get_scale, "state_dict": _state_dict}
-    return _made(_TORCHS, (GradScaler,), {"__init__": init, "__setstate__": set_state, **named})
-
-
-def _get_scale(scaler: Any, *name: str) -> float:
-    """Return the loss scale as torch does: a pending ``update()`` is applied first."""
-    if not isinstance(scaler, GradScaler):
-        return _TORCHS.get_scale(scaler)  # type: ignore[no-any-return]
-    scaler.end_iteration()
-    return GradScaler.get_scale(scaler, *name)
+    named = {"__init__": init, "__setstate__": set_state, "state_dict": _state_dict}
+    return _made(_TORCHS, (GradScaler,), named)
 
 
 def _state_dict(scaler: Any) -> dict[str, Any]:
-    """Return the state with torch's keys.
-
-    State of amp_plugin is included only if it is more than the skip count.
-    """
+    """Return the state with torch's keys, and with our own key if it holds more than the skip count."""
     if not isinstance(scaler, GradScaler):
         return _TORCHS.state_dict(scaler)  # type: ignore[no-any-return]
     state = GradScaler.state_dict(scaler)
-    needed = state.get(OUR_KEY, {}).keys() - {"skipped_steps", "losses", HYSTERESIS}
-    if not needed and scaler.loss_scale.options.hysteresis == 1:
-        state.pop(OUR_KEY, None)
-    return state
+    without_skips = scaler.core.shared.state_dict(0) if scaler.is_enabled() else state
+    return state if OUR_KEY in without_skips else without_skips
 
 
 def _made(theirs: type, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:

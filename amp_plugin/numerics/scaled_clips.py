@@ -192,7 +192,7 @@ class ScaledClips:
         if looks > _MOST_LOOKS:
             return
         with unwatched():
-            scale, largest = float(scaler.get_scale()), float(clip.limit)
+            scale, largest = float(scaler._scale.item()), float(clip.limit)
         is_on_purpose = largest > _LARGEST_LIMIT and 100 * largest >= scale
         if scale == 1 or is_on_purpose:
             return

@@ -124,7 +124,7 @@ class GradScaler(TorchNames):
         raises = options.on_min_scale == "raise"
         if options.dynamic and (raises or options.min_scale is not None):
             log.subscribe(tell_of_floor(options.floor, raises=raises))
-        log.subscribe(partial(shared.spikes.raise_for_spike, shared.count_update))
+        log.subscribe(partial(shared.spikes.raise_for_spike, shared.end_stages))
         StepRecorder(options.log).follow(log)
         self._take_core(ScalerCore(shared, log))
         if shared.enabled:
@@ -213,8 +213,8 @@ class GradScaler(TorchNames):
         backward pass adds to the gradients, they are unscaled again after it.
 
         Raises:
-            RuntimeError: This method was called twice, or after ``step()``, without new gradients; or before
-                ``scale()``.
+            RuntimeError: This method was called twice, or after ``step()``, without new gradients.
+            AssertionError: No loss has been scaled yet. As in torch.
             ValueError: A gradient is float16.
         """
         if not self.is_enabled():
@@ -398,8 +398,8 @@ class GradScaler(TorchNames):
         also after a skipped step. If the gradients were clipped, it holds the clipped ones.
 
         Steps in one pass and steps of fused optimizers do not wait for the device. The first step of fused
-        SGD with momentum does, and so do all other steps. An optimizer without gradients steps as it would
-        without a scaler.
+        SGD with momentum does, and so do all other steps. An optimizer without gradients may step if another
+        optimizer of this scaler has some.
 
         Args:
             optimizer: The optimizer.
@@ -411,8 +411,8 @@ class GradScaler(TorchNames):
             of its closure. :meth:`last_step` has the details.
 
         Raises:
-            RuntimeError: This method was called twice without new gradients, or before ``scale()``.
-            AssertionError: A scaled loss has run backward, and the optimizer has no gradient. As in torch.
+            RuntimeError: This method was called twice without new gradients.
+            AssertionError: No loss has been scaled yet, or no optimizer has a gradient. As in torch.
             FloatingPointError: With ``on_min_scale="raise"``, the step was skipped at the smallest scale.
                 With ``on_nonfinite="raise"``, it was skipped, and no lower loss scale would help. On a GPU a
                 later call raises the error, as soon as the host knows of the skip.
@@ -492,7 +492,8 @@ class GradScaler(TorchNames):
             new_scale: Set this scale now instead. Scaled gradients that wait for a step are converted.
 
         Raises:
-            RuntimeError: This method was called before ``scale()``.
+            AssertionError: No loss has been scaled yet. Or no gradients were unscaled, clipped or stepped
+                with since the last update, and ``new_scale`` is None. As in torch.
             FloatingPointError: As :meth:`step`, for a step whose result the host has just learned.
         """
         shared = self.core.shared
@@ -519,16 +520,33 @@ class GradScaler(TorchNames):
             updates.settle(self.core, force=True)
 
     @outside_graphs
+    def get_scale(self, name: str | None = None) -> float:
+        """Return the scale as a number; 1.0 if disabled. This is a host sync.
+
+        A requested update is applied first, as :meth:`end_iteration` does.
+
+        Args:
+            name: One of the constructor's ``losses``; None for the default scale.
+
+        Raises:
+            FloatingPointError: As :meth:`update`.
+        """
+        self.end_iteration()
+        return self.core.shared.scale_of(name).item() if self.is_enabled() else 1.0
+
+    @outside_graphs
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers. This is a host sync.
 
         A requested update is applied first. torch.amp's scaler can load the state too.
 
         Returns:
-            ``{}`` if disabled; else ``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``,
-            ``_growth_tracker`` as in torch, and ``amp_plugin`` with ``hysteresis_tracker``,
-            ``skipped_steps``, the states of named ``losses`` and, with ``on_spike``, ``spikes``: the
-            statistics of each optimizer. With ``on_spike`` a disabled scaler returns only these statistics.
+            ``{}`` if disabled; else ``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval`` and
+            ``_growth_tracker``, as in torch. The key ``amp_plugin`` is added if a step was skipped, or if one
+            of the options ``hysteresis``, ``losses`` and ``on_spike`` is used. It contains
+            ``hysteresis_tracker``, ``skipped_steps``, the states of named ``losses`` and, with ``on_spike``,
+            ``spikes``: the statistics of each optimizer. With ``on_spike`` a disabled scaler returns only
+            these statistics.
 
         Raises:
             FloatingPointError: As :meth:`update`.

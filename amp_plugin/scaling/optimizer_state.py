@@ -335,6 +335,7 @@ class OptimizerState:
             self.take_norm(norm, norm_type)
             self.found_inf_per_device = {found.device: found}
         self._record(found, earlier, counts=bool(found_now) or self.spans_ranks)
+        self.shared.note_check()
         return norm, found
 
     def _measured_now(self, norm_type: float, *, unscale: bool, on_request: bool) -> list[Measurement]:
@@ -407,6 +408,7 @@ class OptimizerState:
                 self._loss_scales[scale] = None
                 for found in unscale(scale.require()).values():
                     self._find(found)
+                    self.shared.note_check()
         self._use_as(OptState.UNSCALED)
 
     def write_stage(self, stage: OptState) -> None:

@@ -74,7 +74,10 @@ def grad(
             allow_unused=allow_unused,
         )
         wide = tuple(g.float() if g is not None and g.dtype in HALVES else g for g in grads)
-        return wide if loss_scale is None else _unscaled(grads, wide, loss_scale)
+        if scaler is None or loss_scale is None:
+            return wide
+        scaler.core.shared.note_check()
+        return _unscaled(grads, wide, loss_scale)
 
 
 def gradient_penalty(

@@ -37,6 +37,7 @@ class Shared:
             scaled.
         spikes: Judges whether a step is a spike.
         updates: The number of updates that have been requested. An update ends the stage of an optimizer.
+        has_checked: True if gradients were checked since the last requested update.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Shared:
         self.ranks, self.device, self.enabled, self.words = ranks, device, enabled, PLAIN
         self.scales_all = False
         self.updates = 0
+        self.has_checked = False
         self.spikes = Spikes(cast("Spike | None", options.on_spike))
 
     @property
@@ -84,9 +86,18 @@ class Shared:
         """
         self.words, self.scales_all = words, scales_all
 
-    def count_update(self) -> None:
-        """Count a requested update."""
+    def end_stages(self) -> None:
+        """End the stage of each optimizer, as an update does, so that the next step is not a second one."""
         self.updates += 1
+
+    def count_update(self) -> None:
+        """Count a requested update. It uses up the checks so far."""
+        self.end_stages()
+        self.has_checked = False
+
+    def note_check(self) -> None:
+        """Note that the gradients of an optimizer were checked for inf and nan, as an update requires."""
+        self.has_checked = True
 
     def scale_of(self, name: str | None) -> LossScale:
         """Return the scale of a loss; None is the default."""
@@ -109,14 +120,21 @@ class Shared:
         """Raise if no loss has been scaled."""
         if not self.used_scales():
             msg = f"Attempted {call} but _scale is None. Call {self.words.backward} earlier in the iteration."
-            raise RuntimeError(msg)
+            raise AssertionError(msg)
 
     def state_dict(self, skipped_steps: int) -> dict[str, Any]:
-        """Return the state of a scaler, with torch's keys and ours. The host waits for the device."""
+        """Return the state of a scaler, with torch's keys. This is a host sync.
+
+        Our own key is added only if it holds what torch's keys cannot hold: skipped steps, a hysteresis, the
+        loss scales of named losses, or the statistics of spikes.
+        """
         states = {name: scale.state_dict() for name, scale in self.scales.items()}
         saved = states.pop(None)
-        ours = {HYSTERESIS: saved.pop(HYSTERESIS), "skipped_steps": skipped_steps, "losses": states}
-        return {**saved, OUR_KEY: {**ours, **self.spikes.state_dict()}}
+        tracker, spikes = saved.pop(HYSTERESIS), self.spikes.state_dict()
+        if not (skipped_steps or states or spikes or self.options.hysteresis > 1):
+            return saved
+        ours = {HYSTERESIS: tracker, "skipped_steps": skipped_steps, "losses": states, **spikes}
+        return {**saved, OUR_KEY: ours}
 
     def disabled_state(self) -> dict[str, Any]:
         """Return the state of a disabled scaler; empty without ``on_spike``. This is a host sync."""

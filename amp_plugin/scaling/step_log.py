@@ -440,11 +440,6 @@ class StepLog:
         if self._hearers:  # after the schedulers, so that a watcher does not change when they are held back
             self.read(wait=True)
 
-    @property
-    def has_steps(self) -> bool:
-        """Whether an optimizer has stepped, or ``wait_for`` was called for one."""
-        return bool(self._records)
-
     def note_loss(self, loss: Any) -> None:
         """Pass a loss, before it is scaled, to those who subscribed to losses."""
         for hear in list(self._hearers):

@@ -43,8 +43,8 @@ _NO_UPDATE = (
 )
 
 _NOTHING_CHECKED = (
-    "No inf checks were recorded for this optimizer: a scaled loss has run backward(), and {kind} has no "
-    "gradient. Perhaps the loss does not depend on its parameters; perhaps zero_grad() ran before the step; "
+    "No inf checks were recorded for this optimizer: {kind} has no gradient. Perhaps no loss has run "
+    "backward(), or the loss does not depend on its parameters; perhaps zero_grad() ran before the step; "
     "perhaps the optimizer steps within backward() or moves its gradients to the CPU there. Such an "
     "optimizer needs a run without a loss scale: bfloat16, or GradScaler(enabled=False)."
 )
@@ -156,13 +156,15 @@ def _value(scales: set[Any]) -> Tensor | None:
 
 
 def refuse_nothing_checked(core: ScalerCore, state: OptimizerState) -> None:
-    """Raise as torch.amp does if gradients were scaled, and none of them can be checked.
+    """Raise as torch.amp does if an optimizer has no gradient that can be checked.
 
-    Unlike in torch.amp, an optimizer may step without gradients if another one has some, as in a GAN, or if
-    another rank may have some.
+    Unlike in torch.amp, an optimizer may step without gradients if another optimizer has some, as in a GAN,
+    or if another rank may have some. Where the entry point scales all losses, it may also step in a batch
+    that has no loss.
     """
     nothing = not state.found_inf_per_device and not state.ledger.has_gradients()
-    if not (nothing and state.is_awaited) or state.spans_ranks:
+    has_no_loss = core.shared.scales_all and not state.is_awaited
+    if not (core.shared.enabled and nothing) or has_no_loss or state.spans_ranks:
         return
     core.refresh_joined()  # another optimizer may have got parameters with gradients
     if not any(_has_checked(other) for other in core if other is not state):

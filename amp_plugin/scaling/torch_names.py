@@ -67,14 +67,6 @@ class TorchNames(torch.amp.GradScaler):
         """Return whether losses are scaled. A disabled scaler still checks gradients and skips steps."""
         return self.core.shared.enabled
 
-    def get_scale(self, name: str | None = None) -> float:
-        """Return the scale as a number; 1.0 if disabled. This is a host sync.
-
-        Args:
-            name: One of the constructor's ``losses``; None for the default scale.
-        """
-        return self.core.shared.scale_of(name).item() if self.is_enabled() else 1.0
-
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor, which must be more than 1."""
         self._dynamic("set_growth_factor").growth_factor = between("growth_factor", new_factor, 1)

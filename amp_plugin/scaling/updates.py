@@ -25,10 +25,17 @@ from amp_plugin.scaling.gradients import first_float16, multiply_
 from amp_plugin.scaling.loss_scale import Change, LossScale
 from amp_plugin.scaling.optimizer_state import OptimizerState
 
+_NO_CHECK = "No inf checks were recorded prior to update: {why}"
+
 _NO_STEP = (
-    "update(): no gradient was checked: a scaled loss ran backward(), but this scaler knows no optimizer. "
-    "Call {step}, and not the optimizer's own step(), which takes the scaled gradients as they are; "
-    "if the first step is still to come, call {prepare} before."
+    "a scaled loss has run backward(), and this scaler has stepped no optimizer since. Call {step} before "
+    "update(), and not the optimizer's own step(), which takes the scaled gradients as they are. If several "
+    "backward passes come before a step, call update() after the step only."
+)
+
+_NO_BACKWARD = (
+    "no scaled loss has run backward() since the last update(). Call update() once per iteration, after the "
+    "last step, and leave it out in an iteration without a step."
 )
 
 _TWO_SCALES = (
@@ -87,9 +94,10 @@ def _unscale_again(states: list[OptimizerState]) -> None:
 
 def request(core: ScalerCore) -> None:
     """Request an update. It is applied at once if no gradient depends on the old scale."""
-    if not core.log.has_steps and core.last_scale is not None and not list(core):
-        words = core.shared.words
-        raise RuntimeError(_NO_STEP.format(step=words.step, prepare=words.prepare))
+    if not core.shared.has_checked:
+        is_awaited = core.last_scale is not None and all(state.is_awaited for state in core)
+        why = _NO_STEP.format(step=core.shared.words.step) if is_awaited else _NO_BACKWARD
+        raise AssertionError(_NO_CHECK.format(why=why))
     core.shared.count_update()
     core.await_update(True)
     settle(core, force=False)

@@ -49,10 +49,10 @@ class LostNumbers:
         @wraps(update)
         def counted(scaler: Any, *args: Any, **kwargs: Any) -> None:
             with unwatched():
-                before = scaler.get_scale()
+                before = _scale_of(scaler)
             update(scaler, *args, **kwargs)
             with unwatched():
-                self._skips += not args and not kwargs and scaler.get_scale() < before
+                self._skips += not args and not kwargs and _scale_of(scaler) < before
 
         return counted
 
@@ -63,6 +63,12 @@ class LostNumbers:
         if self._skips:
             found.append(f"{self._skips} steps were skipped, because their gradients were not finite")
         return "\n\n".join(found)
+
+
+def _scale_of(scaler: Any) -> float:
+    """Return the loss scale without a requested update, which a read of ``get_scale()`` would apply."""
+    value = getattr(scaler, "_scale", None)
+    return 0.0 if value is None else float(value.item())
 
 
 class _LostCasts:

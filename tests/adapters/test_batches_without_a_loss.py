@@ -163,6 +163,29 @@ def test_nor_does_a_closure_without_one(door, kind):
     assert seen[3] < seen[2] == seen[1] < 0.0
 
 
+@pytest.mark.parametrize("door", ["accelerate", "fabric"])
+def test_a_second_update_by_the_user_is_refused_as_in_torch(door):
+    """The updates of the entry point itself go on, also in batches without a loss."""
+    model = Weights()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if door == "fabric":
+        precision = FabricAmpPrecision("fp16", init_scale=8.0)
+        made = Fabric(accelerator="cpu", devices=1, plugins=[precision])
+        model, optimizer = made.setup(model, optimizer)
+    else:
+        made = ours(init_scale=8.0)
+        model, optimizer = made.prepare(model, optimizer)
+    scaler = precision.scaler if door == "fabric" else made.scaler
+    for has_loss in (True, False, False, True):
+        optimizer.zero_grad()
+        if has_loss:
+            made.backward(model(1.0))
+        optimizer.step()
+        with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+            scaler.update()
+    assert model.weight[0].item() == -2.0
+
+
 def train_past(accelerator, backwards, *, set_to_none=True, accumulates=False):
     model = Weights()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))

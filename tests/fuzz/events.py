@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from tests.fuzz.model import (
-    NO,
     YES,
     are_unscaled,
     error_of_copy,
     error_of_unscale,
+    error_of_update,
     may_edit,
     may_meet,
     may_update,
@@ -52,10 +52,8 @@ class Run:
         return True
 
     def backward(self, name: str, kind: str, pairs: Any) -> None:
-        oracle, scaler = self.oracle, self.scene["scaler"]
-        oracle.shown = {
-            name_of_loss: scaler.get_scale(name_of_loss or None) for name_of_loss in oracle.scales.names
-        }
+        oracle = self.oracle
+        oracle.shown = self.scene.scales()
         oracle.backward(name, lambda: value_of(kind, pairs, oracle.params), {i for i, _ in pairs})
 
     def see_skip(self, o: int, allowed: set[bool]) -> bool:
@@ -274,10 +272,10 @@ def edit_unscaled(run: Run, o: int, kind: str) -> None:
 def update(run: Run) -> None:
     if not run.oracle.used:
         run.scene.run("scaler.update()", YES, NOT_SCALED_YET)
-    elif may_update(run.oracle):
-        past = run.oracle.last_backward is not None and not run.oracle.known
-        if not run.scene.run("scaler.update()", YES if past else NO, "knows no optimizer"):
-            run.oracle.update(None)
+        return
+    error = error_of_update(run.oracle)
+    if may_update(run.oracle) and not run.scene.run("scaler.update()", error, "No inf checks were recorded"):
+        run.oracle.update(None)
 
 
 def set_scale(run: Run, value: float) -> None:
@@ -286,8 +284,8 @@ def set_scale(run: Run, value: float) -> None:
         run.oracle.update(value)
 
 
-def end_iteration(run: Run) -> None:
-    run.scene.run("scaler.end_iteration()")
+def end_iteration(run: Run, call: str) -> None:
+    run.scene.run(f"scaler.{call}()")
     run.oracle.end_iteration()
 
 

@@ -146,6 +146,7 @@ class Model:
         )  # (optimizer, parameter) pairs that joined since the scaler last checked the optimizer
         self.used: set[str] = set()  # names of the scales that were used
         self.updates = 0  # number of requested updates
+        self.checked = NO  # gradients were checked since the last requested update
         self.shown: dict[str, float] = dict.fromkeys(self.scales.names, self.scales.largest())
         self.last_backward: tuple[str, float] | None = None  # the name and the value of its scale
 
@@ -231,27 +232,32 @@ def error_of_unscale(model: Model, o: int) -> str:
     return YES if window.fresh == NO and sure and not window.grown else MAYBE
 
 
-def error_of_step(model: Model, o: int, *, is_known: bool) -> str:
+def error_of_update(model: Model) -> str:
+    """Return whether ``update()`` is an error: no gradient was checked since the last one."""
+    return {NO: YES, MAYBE: MAYBE, YES: NO}[model.checked]
+
+
+def error_of_step(model: Model, o: int) -> str:
     """Return whether ``step`` is an error.
 
     It is one if it is called twice without new gradients, or if all optimizers have stepped and ``update()``
-    was not called. It is also one if a scaled backward has run and no gradient of any optimizer known then
-    was ever checked.
+    was not called. It is also one if the optimizer has no gradient, none was checked, and the same is true of
+    all other optimizers.
     """
     window = model.windows[o]
     due = error_of_missing_update(model, o)
     if due != NO:
         return due
-    if is_known and window.checked != YES and window.fresh != NO and not model.present(model.members[o]):
-        others = [other for other in model.known if other != o]
-        if any(model.present(model.members[other]) for other in others):
-            return NO
-        is_open = window.checked == MAYBE or any(model.windows[other].fresh != YES for other in others)
-        return MAYBE if is_open else window.fresh
-    if window.fresh == YES or "stepped" not in window.stages:
-        return NO
-    sure = window.fresh == NO and window.stages == {"stepped"} and not window.grown
-    return YES if sure else MAYBE
+    twice = NO
+    if window.fresh != YES and "stepped" in window.stages:
+        sure = window.fresh == NO and window.stages == {"stepped"} and not window.grown
+        twice = YES if sure else MAYBE
+    others = [other for other in model.known if other != o]
+    nothing = window.checked != YES and not model.present(model.members[o])
+    if twice == YES or not nothing or any(model.present(model.members[other]) for other in others):
+        return twice
+    is_open = window.checked == MAYBE or any(model.windows[other].fresh != YES for other in others)
+    return MAYBE if is_open else YES
 
 
 def error_of_missing_update(model: Model, o: int) -> str:

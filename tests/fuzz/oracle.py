@@ -105,6 +105,7 @@ class Oracle(Model):
         if met:
             self.meet(o)
             self._use_again(o)
+        self.checked = YES if YES in (self.checked, YES if certain else NO) else MAYBE
         here = self.present(self.members[o])
         for other, members in enumerate(self.members):
             window = self.windows[other]
@@ -255,6 +256,7 @@ class Oracle(Model):
     def update(self, new_scale: float | None) -> None:
         """Do ``update()``, which is a request, or ``update(new_scale)``, which takes effect immediately."""
         self.updates += 1
+        self.checked = NO
         for window in self.windows:
             window.stages, window.explicit = {"ready"}, False
             window.checked = MAYBE if window.checked == YES else window.checked

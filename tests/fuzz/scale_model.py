@@ -133,8 +133,11 @@ class ScaleModel:
         )
 
     def see_state(self, shown: dict[str, tuple[float, int, int]]) -> None:
+        """See a saved state. Without hysteresis the third number decides nothing, and it is not saved."""
+        count = 2 if self._hysteresis == 1 else 3
         self._keep(
-            lambda world: all(s[:3] == shown[n] for n, s in self._of(world)), f"state_dict() says {shown}"
+            lambda world: all(s[:count] == shown[n][:count] for n, s in self._of(world)),
+            f"state_dict() says {shown}",
         )
 
     def largest(self) -> float:

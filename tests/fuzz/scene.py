@@ -72,10 +72,15 @@ class Scene:
     def __getitem__(self, name: str) -> Any:
         return self._names[name]
 
+    def scales(self) -> dict[str, float]:
+        """Return the loss scales. Unlike ``get_scale()``, it does not apply a requested update."""
+        shared = self._names["scaler"].core.shared
+        return {name: shared.scale_of(name or None).item() for name in self._scale_names}
+
     def look(self) -> None:
         """Compare scales and unscaled gradients. End the sequence if numbers leave float32's range."""
-        scaler, oracle = self._names["scaler"], self._oracle
-        oracle.shown = {name: scaler.get_scale(name or None) for name in self._scale_names}
+        oracle = self._oracle
+        oracle.shown = self.scales()
         oracle.scales.see(oracle.shown)
         for index in oracle.present(range(len(self.params))):
             right = oracle.params[index].grad.tolist()
@@ -119,7 +124,7 @@ class Scene:
         self.keep_weights()
 
     def see_state(self, state: dict[str, Any]) -> None:
-        ours = state["amp_plugin"]
+        ours = state.get("amp_plugin", {"hysteresis_tracker": 1, "losses": {}})
         numbers = {DEFAULT: {**state, "hysteresis_tracker": ours["hysteresis_tracker"]}, **ours["losses"]}
         keys = ("scale", "_growth_tracker", "hysteresis_tracker")
         shown = {name: tuple(numbers[name][key] for key in keys) for name in self._scale_names}

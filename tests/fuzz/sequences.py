@@ -134,7 +134,7 @@ _EVENTS: dict[str, tuple[Any, ...]] = {
     ),
     "update": (8,),
     "set_scale": (2, (0.25, 1.0, 4.0, 64.0, 4096.0)),
-    "end_iteration": (2,),
+    "end_iteration": (2, ("end_iteration", "get_scale")),
     "scale_early": (1, "loss_name", "terms"),
     "backward_early": (2,),
     "add_param_group": (2, "o", "param"),

@@ -31,13 +31,12 @@ def clip_and_step(run: Run, o: int, limit: float, norm_type: float) -> None:
 
 
 def _step(run: Run, o: int, line: str, clip: Callable[[], None] = lambda: None) -> None:
-    is_known = o in run.oracle.known
     if run.kind(o) == "two_calls":
         closure(run, o, tuple((i, 2.0) for i in run.members(o)), True, "", None, DEFAULT)
     elif not run.oracle.used:
         run.scene.run(line, YES, NOT_SCALED_YET)
     elif run.may_call(o):
-        error = error_of_step(run.oracle, o, is_known=is_known)
+        error = error_of_step(run.oracle, o)
         if not run.scene.run(line, error, "already been called|No inf checks"):
             skipped = run.see_skip(o, run.oracle.check(o))
             clip()

@@ -119,14 +119,15 @@ def test_the_gradients_of_another_optimizer_count_that_got_their_parameters_afte
 
 
 def test_steps_without_gradients_that_are_no_error(weights):
-    """Nothing was scaled for the optimizer, because no backward pass has begun since its last step."""
+    """Another optimizer has gradients, or the gradients of the optimizer itself were checked before."""
     one, other = weights(), weights()
     for param in one.params:
         param.register_post_accumulate_grad_hook(lambda param: None)
     scaler = fresh(one.optimizer, other.optimizer)
     one.train(scaler, 2.0, 2.0)
     one.optimizer.zero_grad()
-    scaler.step(one.optimizer)  # a training step without a loss
+    other.backward(scaler)
+    scaler.step(one.optimizer)
     scaler.update()
     one.backward(scaler, 2.0)
     scaler.unscale_(one.optimizer)

@@ -76,10 +76,10 @@ def test_errors_that_protect_are_kept(weights):
         partial(scaler.clip_grad_value_, clip_value=1.0),
     )
     for call in (scaler.unscale_, scaler.step, scaler.core.ensure_unscaled, *clips):
-        with pytest.raises(RuntimeError, match="but _scale is None. Call scaler.scale"):
+        with pytest.raises(AssertionError, match="but _scale is None. Call scaler.scale"):
             call(one.optimizer)
     assert scaler.core.optimizers == []
-    with pytest.raises(RuntimeError, match="Attempted update but _scale is None"):
+    with pytest.raises(AssertionError, match="Attempted update but _scale is None"):
         scaler.update()
     one.backward(scaler)
     scaler.unscale_(one.optimizer)

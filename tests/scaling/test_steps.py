@@ -103,8 +103,9 @@ def test_results_nobody_keeps_are_not_kept(weights):
 
 
 def test_an_optimizer_without_gradients_steps(weights, scale):
-    one, scaler = weights(), scaler_of(scale)
-    scaler.scale(torch.ones(()))
+    one, other, scaler = weights(), weights(), scaler_of(scale)
+    scaler.register(other.optimizer)
+    other.backward(scaler)
     assert scaler.step(one.optimizer) is None
     result = scaler.last_step(one.optimizer)
     assert (result.skipped, result.norm, str(result.overflow_report())) == (False, None, "no overflow")

@@ -1,6 +1,7 @@
 """``update()`` is a request: gradients not used yet keep their scale, or are converted to the new one."""
 
 import gc
+import math
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from amp_plugin import GradScaler
 from tests.scaling.runs import fresh
 
 
-@pytest.mark.parametrize("boundary", ["end_iteration", "scale", "state_dict"])
+@pytest.mark.parametrize("boundary", ["end_iteration", "scale", "state_dict", "get_scale"])
 def test_the_update_is_applied_at_the_boundary(weights, boundary):
     a, b = weights(), weights()
     scaler = fresh(a.optimizer, b.optimizer)
@@ -23,17 +24,29 @@ def test_the_update_is_applied_at_the_boundary(weights, boundary):
     assert b.value == -5.0
 
 
-def test_the_optimizer_is_registered_once_an_update_has_asked_for_it(weights):
-    scaler, one = GradScaler("cpu", init_scale=8.0), weights()
-    scaler.scale(torch.ones(()))
+@pytest.mark.parametrize("make", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("factor", [1.0, math.inf])
+def test_get_scale_tells_of_an_update_although_another_optimizer_has_yet_to_step(weights, make, factor):
+    """A program that looks for skips in get_scale() sees them. Only ours divides the other gradients right."""
+    first, second = weights(), weights()
+    scaler = make("cpu", init_scale=8.0, growth_interval=1)
+    first.train(scaler, 1.0)
+    second.train(scaler, 1.0)
+    scaler.update(8.0)
+    first.optimizer.zero_grad()
+    second.optimizer.zero_grad()
+    scaler.scale(first.loss(factor) + second.loss(3.0)).backward()
+    scaler.step(first.optimizer)
     scaler.update()
-    scaler.scale(one.loss(1.0)).backward()
-    with pytest.raises(RuntimeError, match=r"Call scaler.step\(optimizer\), and not"):
-        scaler.update()
-    scaler.register(one.optimizer)
-    scaler.update()
-    scaler.step(one.optimizer)
-    assert one.value == -1.0
+    assert scaler.get_scale() == (16.0 if factor == 1.0 else 4.0)
+    scaler.step(second.optimizer)
+    if make is GradScaler:
+        assert second.value == -4.0
+
+
+def test_a_scale_is_read_although_losses_are_not_scaled():
+    scaler = GradScaler("cpu", enabled=False)
+    assert (scaler.get_scale(), scaler.get_scale("any name")) == (1.0, 1.0)
 
 
 def test_an_optimizer_of_one_step_is_no_step_past_the_scaler(weights):
