@@ -45,7 +45,6 @@ from amp_plugin.precision import (
 )
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.shared import OUR_KEY
 from amp_plugin.scaling.step_log import StepLog, StepResult, run_of_skips
 from amp_plugin.scaling.words import PLAIN, Words
@@ -504,15 +503,8 @@ class Session:
         """Unscale, take or skip the optimizer step, and update the loss scale. Return the step's result."""
         if self.is_aside:
             return optimizer.step(*args, **kwargs)
-        core, scales = self.scaler.core, self.scaler.is_enabled()
-        has_closure = bool(args or kwargs.get("closure"))
-        if scales and not has_closure and core.awaits_first_loss(params_of(optimizer)):
-            output = optimizer.step(**kwargs)  # no batch has had a loss so far
-            core.note_step(optimizer)
-        else:
-            output = self.scaler.step(optimizer, *args, **kwargs)
-        if core.has_scaled or not scales:
-            self.scaler.update()
+        output = self.scaler.step(optimizer, *args, **kwargs)
+        self.scaler.update()
         self.count_step()
         if id(optimizer) in self._stepped:
             self._stepped.clear()

@@ -64,8 +64,6 @@ def clip_norm(core: ScalerCore, target: Target, clip: NormClip) -> Tensor:
     """Clip as :meth:`amp_plugin.GradScaler.clip_grad_norm_` does."""
     shared = core.shared
     params, states, is_one = _owners(core, target, "clip_grad_norm_")
-    if core.awaits_first_loss(params):
-        return clip.by_torch(params)  # there are no gradients, so it is 0
     if is_one:
         states[0].forget_stale_norm()
     else:
@@ -106,8 +104,7 @@ def clip_measured(state: OptimizerState, clip: NormClip, norm: Tensor, found: Te
 def clip_value(core: ScalerCore, target: Target, limit: float) -> None:
     """Clip as :meth:`amp_plugin.GradScaler.clip_grad_value_` does. ``limit`` was checked before."""
     params, states, _ = _owners(core, target, "clip_grad_value_")
-    if not core.awaits_first_loss(params):
-        _unscale(core, params, states)
+    _unscale(core, params, states)
     if any(param.grad is not None for param in params):  # torch's fails if there is none
         torch.nn.utils.clip_grad_value_(params, limit)
         for state in states:
@@ -120,8 +117,8 @@ def _owners(core: ScalerCore, target: Any, call: str) -> tuple[list[Tensor], lis
     The last is True if one optimizer has exactly these parameters.
     """
     params = list(params_of(target)) if isinstance(target, Optimizer) else _params_in(target)
-    if core.shared.enabled and not core.awaits_first_loss(params):
-        core.shared.require_scale(call)
+    if core.shared.enabled:
+        core.shared.require_scale(call, params)
     if isinstance(target, Optimizer):
         return params, [core.state(target)], True
     states = core.owners(params)

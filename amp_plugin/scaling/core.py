@@ -211,19 +211,14 @@ class ScalerCore:
 
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
         """Unscale gradients unless they are. Unlike ``unscale_``, it may be called several times."""
-        if self.shared.enabled and not self.awaits_first_loss(params_of(optimizer)):
-            self.shared.require_scale("ensure_unscaled")
+        if self.shared.enabled:
+            self.shared.require_scale("ensure_unscaled", params_of(optimizer))
             self.state(optimizer).unscale_()
 
     @property
     def has_scaled(self) -> bool:
-        """Whether a loss has been scaled."""
+        """Whether a loss has been scaled, or an optimizer has stepped in a batch without a loss."""
         return self.shared.enabled and bool(self.shared.used_scales())
-
-    def awaits_first_loss(self, params: Iterable[Tensor]) -> bool:
-        """Return whether the entry point has scaled no loss yet, and these parameters have no gradient."""
-        is_first = self.shared.scales_all and self.shared.enabled and not self.has_scaled
-        return is_first and all(param.grad is None for param in params)
 
     @property
     def optimizers(self) -> list[Optimizer]:

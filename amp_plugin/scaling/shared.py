@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from amp_plugin.options import LossScaleOptions, Spike
 from amp_plugin.scaling.loss_scale import HYSTERESIS, LossScale
@@ -116,11 +117,18 @@ class Shared:
         """The device that holds the loss scales; None if none has been used."""
         return next((scale.require().device for scale in self.used_scales()), None)
 
-    def require_scale(self, call: str) -> None:
-        """Raise if no loss has been scaled."""
-        if not self.used_scales():
+    def require_scale(self, call: str, params: Iterable[Tensor] = ()) -> None:
+        """Raise AssertionError if no loss has been scaled.
+
+        An entry point that scales all losses may have had no loss so far. If the parameters have no gradient
+        either, the loss scale gets its first value, and the call goes on.
+        """
+        if self.used_scales():
+            return
+        if not self.scales_all or any(param.grad is not None for param in params):
             msg = f"Attempted {call} but _scale is None. Call {self.words.backward} earlier in the iteration."
             raise AssertionError(msg)
+        self.default.materialize(self.device)
 
     def state_dict(self, skipped_steps: int) -> dict[str, Any]:
         """Return the state of a scaler, with torch's keys. This is a host sync.

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amp_plugin.mistakes import MISTAKES
@@ -59,7 +58,7 @@ def take_step(
         return _take_unchecked(core, optimizer, args, kwargs, clip)
     closure, args, kwargs = _take_closure(args, kwargs)
     if closure is None and shared.enabled:
-        shared.require_scale("step")
+        shared.require_scale("step", params_of(optimizer))
     state = core.state(optimizer)
     why_not = why_not_one_pass(state, optimizer, has_arguments=bool(args or kwargs))
     if shared.enabled and core.is_step_refused(state, repeats=closure is not None):
@@ -76,28 +75,20 @@ def take_step(
         how = f"the optimizer's own step, with a closure ({why_not})"
         value, result = closures.step(state, optimizer, closure, call_with, how, clip)
     else:
-        value, result = _take_after_closure(core, state, closure, call, clip)
+        value, result = _take_after_closure(state, closure, call, clip)
     core.log.add(state.optimizer, result)
-    if core.awaits_first_loss(state.params):
-        state.write_stage(OptState.READY)  # no update follows
     return value, result
 
 
 def _take_after_closure(
-    core: ScalerCore,
-    state: OptimizerState,
-    closure: Callable[[], Any],
-    call: Callable[[], Any],
-    clip: NormClip | None,
+    state: OptimizerState, closure: Callable[[], Any], call: Callable[[], Any], clip: NormClip | None
 ) -> tuple[Any, StepResult]:
     """Run the closure, then step in one pass. Torch's own steps of these optimizers begin with it too."""
-    value, shared = closures.run(state, closure), core.shared
-    if core.awaits_first_loss(state.params):
-        return value, state.end_with(StepResult(how="no step: no loss has been scaled yet"))
-    if shared.enabled:
-        shared.require_scale("step")
+    value, is_scaled = closures.run(state, closure), state.shared.enabled
+    if is_scaled:
+        state.shared.require_scale("step", state.params)
     _, result = _take(state, state.optimizer, call, "", clip)
-    return None if shared.enabled and result.skipped_if_known() else value, result
+    return None if is_scaled and result.skipped_if_known() else value, result
 
 
 def _take(

@@ -251,13 +251,8 @@ class TrainerPrecision(PrecisionCore):
             output = self._take(trainer, optimizer, closure, **kwargs)
         else:
             output = closure()
-            if not scaler.core.has_scaled:  # the first training_step returned None
-                optimizer.step(**kwargs)
-                scaler.core.note_step(optimizer)
-                return output
             self._take(trainer, optimizer, None, **kwargs)
-        if scaler.core.has_scaled:
-            scaler.update()
+        scaler.update()
         return output
 
     def _in_region(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -341,7 +336,7 @@ class TrainerPrecision(PrecisionCore):
         """
         core = self._scaler.core
         if self._scaler.is_enabled() and not core.has_scaled:
-            return not core.awaits_first_loss(params_of(optimizer))  # torch's clip fails without gradients
+            return any(param.grad is not None for param in params_of(optimizer))  # torch's clip needs one
         if "main_params" not in self._users_methods:
             return False
         self._scaler.core.ensure_unscaled(optimizer)
