@@ -191,7 +191,7 @@ def _state_dict(scaler: Any) -> dict[str, Any]:
     if not isinstance(scaler, GradScaler):
         return _TORCHS.state_dict(scaler)  # type: ignore[no-any-return]
     state = GradScaler.state_dict(scaler)
-    without_skips = scaler.core.shared.state_dict(0) if scaler.is_enabled() else state
+    without_skips = scaler.core.shared.state_dict(0)
     return state if OUR_KEY in without_skips else without_skips
 
 

@@ -48,18 +48,12 @@ def run(state: OptimizerState, closure: Closure) -> Any:
         loss = closure()
     state.forget_stale_norm()  # a closure that has run no backward pass leaves the norm from before a clip
     if state.shared.enabled:
-        if state.backwards == before:
-            _refuse_unscaled_backward(state)
+        unscaled = state.backwards == before and None in state.scales_carried()
+        if unscaled and state.ledger.has_gradients() and state.ledger.is_changed():
+            raise RuntimeError(_UNSCALED_BACKWARD.format(backward=state.shared.words.backward))
         if is_watched(loss):  # a line search compares losses with unscaled gradients
             raise RuntimeError(_SCALED_LOSS)
     return loss
-
-
-def _refuse_unscaled_backward(state: OptimizerState) -> None:
-    """Raise if a closure without a scaled backward pass has changed unscaled gradients."""
-    unscaled = None in state.scales_carried()
-    if unscaled and state.ledger.has_gradients() and state.ledger.is_changed():
-        raise RuntimeError(_UNSCALED_BACKWARD.format(backward=state.shared.words.backward))
 
 
 def step(

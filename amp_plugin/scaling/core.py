@@ -113,10 +113,8 @@ class ScalerCore:
         """Set the parameters of an optimizer. New gradients count as made by the last backward pass."""
         others = list(self)
         known = {id(param) for other in others for param in other.params}
-        scale = self.last_scale or self.shared.default  # the default one, as in torch.amp
-        has_backward = self.last_scale is not None
-        state.take_params(params, others, scale if self.shared.enabled else None, has_backward=has_backward)
-        change = self._change() if has_backward else None
+        state.take_params(params, others, self.last_scale)
+        change = None if self.last_scale is None else self._change()
         if change is not None:
             strangers = [param for param in params if id(param) not in known]
             state.ledger.write(lambda: multiply_(strangers, change))

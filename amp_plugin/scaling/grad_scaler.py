@@ -24,7 +24,7 @@ from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_option
 from amp_plugin.removed import removed_attribute, without_removed_keywords
 from amp_plugin.scaling import clipping, updates
 from amp_plugin.scaling.core import ScalerCore, is_optimizer
-from amp_plugin.scaling.loss_scale import is_state, moved, scale_outputs, widened
+from amp_plugin.scaling.loss_scale import is_state, scale_outputs
 from amp_plugin.scaling.optimizer_state import OptimizerState
 from amp_plugin.scaling.overflows import checked_names
 from amp_plugin.scaling.plans import is_fused, takes_scaler
@@ -55,11 +55,6 @@ _PASSED_ITSELF: Final = (
 _UNSCALED_LATE: Final = (
     "unscale_() is being called after step(), and update() has not been called since that step: "
     f"{MISTAKES['AMP004'].instead}; {MISTAKES['AMP007'].instead}."
-)
-
-_GROUPS_ARE_HERE: Final = (
-    "a GradScaler with process_groups or sharded_groups cannot be pickled, because the groups belong to this "
-    "process: save its state_dict() and load it into a scaler made with the new groups."
 )
 
 _IN_AN_ITERATION: Final = (
@@ -152,19 +147,9 @@ class GradScaler(TorchNames):
         if not self.is_enabled():
             return outputs
         watched = bool(name or len(self.core.shared.scales) > 1 or self.core.awaits_update)
-        if torch.compiler.is_compiling() and not watched:
-            return self._scale_in_graph(outputs)
+        if torch.compiler.is_compiling() and not watched:  # as in torch, no backward pass is watched
+            return cast("T", scale_outputs(outputs, self.loss_scale.multiply_in_graph))
         return self._scale_watched(outputs, name)
-
-    def _scale_in_graph(self, outputs: T) -> T:
-        """Multiply by the scale at the time when the graph runs. As in torch, no backward pass is watched."""
-        loss_scale = self.loss_scale
-
-        def apply(tensor: Tensor) -> Tensor:
-            scale = moved(loss_scale.materialize(tensor.device).clone(), tensor.device)
-            return widened(tensor) * scale
-
-        return cast("T", scale_outputs(outputs, apply))
 
     @outside_graphs
     def _scale_watched(self, outputs: T, name: str | None) -> T:
@@ -551,8 +536,6 @@ class GradScaler(TorchNames):
         Raises:
             FloatingPointError: As :meth:`update`.
         """
-        if not self.is_enabled():
-            return self.core.shared.disabled_state()
         self.end_iteration()
         return self.core.shared.state_dict(self.skipped_steps())
 
@@ -577,20 +560,13 @@ class GradScaler(TorchNames):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy between iterations, with the same process groups. Optimizers and gradients are not copied."""
-        twin, ranks = type(self).__new__(type(self)), self.core.shared.ranks
-        memo[id(ranks)] = ranks
-        twin.__setstate__(copy.deepcopy(self._between_iterations(), memo))
+        twin = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return twin
 
     def __copy__(self) -> Self:
         """Copy as deepcopy does, because a scale cannot be shared."""
         return copy.deepcopy(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle between iterations. Optimizers and gradients are not pickled."""
-        if self.core.shared.ranks:
-            raise RuntimeError(_GROUPS_ARE_HERE)
-        return self._between_iterations()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with the pickled numbers and no optimizers."""
@@ -599,8 +575,8 @@ class GradScaler(TorchNames):
         self.__dict__.update(state)
         self._start(shared, skipped_before)
 
-    def _between_iterations(self) -> dict[str, Any]:
-        """Return the attributes that are copied and pickled: all except those that :meth:`_start` makes."""
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle all attributes except those that :meth:`_start` makes, between iterations."""
         shared = self.core.shared
         states = self.core if shared.enabled else ()
         if any(state.ledger.waits() or state.stage is not OptState.READY for state in states):

@@ -115,6 +115,10 @@ class LossScale:
         self.materialize(output.device)
         return widened(output) * self.snapshot(output.device)
 
+    def multiply_in_graph(self, output: Tensor) -> Tensor:
+        """Return ``output`` times the scale at the time when a compiled graph runs."""
+        return widened(output) * moved(self.materialize(output.device).clone(), output.device)
+
     def change_from_now_on(self) -> Change:
         """Return a function that returns the later value divided by the present one; no host sync."""
         edition, before = self.edition, self.snapshot()
@@ -192,17 +196,15 @@ class LossScale:
         if self.value is not None:
             self.fill_(self.init_scale)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle numbers that can be loaded without the device."""
-        return {
-            **self.__dict__,
-            "init_scale": self.item(),
-            "growth_tracker": self.growth_tracker.cpu(),
-            "hysteresis_tracker": self.hysteresis_tracker.cpu(),
-            **dict.fromkeys(("value", "found_inf")),
-            "_snapshots": {},
-            "later": [],
-        }
+    def __reduce__(self) -> Any:
+        """Copy and pickle the options and the saved numbers, which can be loaded without the device."""
+        return _restored, (self.options, self.state_dict())
+
+
+def _restored(options: LossScaleOptions, saved: dict[str, Any]) -> LossScale:
+    scale = LossScale(options)
+    scale.load_state_dict(saved)
+    return scale
 
 
 def is_state(given: Any) -> bool:

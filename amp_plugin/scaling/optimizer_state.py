@@ -132,28 +132,22 @@ class OptimizerState:
         if answers:
             self._answered = self.backwards
 
-    def take_params(
-        self,
-        params: list[Tensor],
-        others: list[OptimizerState],
-        scale: LossScale | None,
-        *,
-        has_backward: bool,
-    ) -> None:
+    def take_params(self, params: list[Tensor], others: list[OptimizerState], last: LossScale | None) -> None:
         """Set the parameters of the optimizer.
 
         Args:
             params: The parameters.
-            others: The states of all optimizers of the scaler; their records of shared parameters are used.
-            scale: The loss scale that gradients of new parameters carry.
-            has_backward: True if a scaled backward pass has begun before.
+            others: The states of all optimizers of the scaler. Their records of shared parameters are used.
+            last: The loss scale of the last scaled backward pass, which gradients of new parameters carry.
+                None if there was no such pass. Then they carry the default loss scale, as in torch.amp.
         """
         mine = {id(param) for param in self.params}
         new = [param for param in params if id(param) not in mine]
         for other in others if new else ():
             self.hear(other.measurements if other is not self else (), new)
-        if has_backward and any(param.grad is not None for param in new):
+        if last is not None and any(param.grad is not None for param in new):
             self.backwards += 1  # that pass may have made their gradients
+        scale = (last or self.shared.default) if self.shared.enabled else None
         self.ledger = make_ledger(params, [state.ledger for state in others], scale)
         self.layouts = parameter_layouts(params)
 

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Sequence
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _OPS = torch.ops.amp_plugin
+
+_GROUPS_ARE_HERE = (
+    "a GradScaler with process_groups or sharded_groups cannot be pickled, because the groups belong to this "
+    "process: save its state_dict() and load it into a scaler made with the new groups."
+)
 
 
 class Ranks:
@@ -47,6 +52,16 @@ class Ranks:
     def __bool__(self) -> bool:
         """Return whether there is any group."""
         return bool(self._agree or self._sharded)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        """Copy nothing, because process groups cannot be copied."""
+        return self
+
+    def __getstate__(self) -> Any:
+        """Pickle only if there is no group."""
+        if self:
+            raise RuntimeError(_GROUPS_ARE_HERE)
+        return vars(self)
 
     def are_of(self, agree: Sequence[ProcessGroup], sharded: Sequence[ProcessGroup]) -> bool:
         """Return whether the groups are these."""

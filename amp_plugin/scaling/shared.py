@@ -131,23 +131,21 @@ class Shared:
         self.default.materialize(self.device)
 
     def state_dict(self, skipped_steps: int) -> dict[str, Any]:
-        """Return the state of a scaler, with torch's keys. This is a host sync.
+        """Return the state of a scaler, with torch's keys. A disabled scaler has none. This is a host sync.
 
         Our own key is added only if it holds what torch's keys cannot hold: skipped steps, a hysteresis, the
         loss scales of named losses, or the statistics of spikes.
         """
+        spikes = self.spikes.state_dict()
+        if not self.enabled:
+            return {OUR_KEY: spikes} if spikes else {}
         states = {name: scale.state_dict() for name, scale in self.scales.items()}
         saved = states.pop(None)
-        tracker, spikes = saved.pop(HYSTERESIS), self.spikes.state_dict()
+        tracker = saved.pop(HYSTERESIS)
         if not (skipped_steps or states or spikes or self.options.hysteresis > 1):
             return saved
         ours = {HYSTERESIS: tracker, "skipped_steps": skipped_steps, "losses": states, **spikes}
         return {**saved, OUR_KEY: ours}
-
-    def disabled_state(self) -> dict[str, Any]:
-        """Return the state of a disabled scaler; empty without ``on_spike``. This is a host sync."""
-        spikes = self.spikes.state_dict()
-        return {OUR_KEY: spikes} if spikes else {}
 
     def load_spikes(self, saved: dict[str, Any]) -> None:
         """Load the statistics of spikes, if the state has them."""

@@ -466,10 +466,6 @@ class StepLog:
         """Return the steps whose result the host does not know, in order."""
         return [result for _, result in self._late]
 
-    def unread(self) -> int:
-        """Return the number of results that the host does not know."""
-        return len(self._late)
-
     def end_run(self, warn: Callable[[str], Any] | None = warn_user) -> None:
         """End a run. With ``warn``, wait for the device and warn if all steps were skipped."""
         self.read(wait=warn is not None)

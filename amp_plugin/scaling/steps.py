@@ -68,11 +68,9 @@ def take_step(
         refuse_nothing_checked(core, state)
         value, result = _take(state, optimizer, call, why_not, clip)
     elif why_not:
-
-        def call_with(run: Callable[[], Any]) -> Any:
-            return state.run_step(optimizer.step, run, *args, **kwargs)
-
         how = f"the optimizer's own step, with a closure ({why_not})"
+        step = partial(optimizer.step, **kwargs)
+        call_with = partial(state.run_step, lambda run: step(run, *args))
         value, result = closures.step(state, optimizer, closure, call_with, how, clip)
     else:
         value, result = _take_after_closure(state, closure, call, clip)

@@ -36,7 +36,7 @@ def test_steps_and_scale_are_counted_once(totals, monkeypatch, is_late, is_gone)
         monkeypatch.setattr(StepResult, "skipped_if_known", lambda step: None)
     scaler = trained()
     log = weakref.ref(scaler.core.log)
-    assert log().unread() == 3 * is_late
+    assert len(log().unread_steps()) == 3 * is_late
     if is_gone:
         del scaler
         gc.collect()

@@ -124,7 +124,7 @@ class Monitor:
         norms = self._new_norms(trainer)
         if norms is None:
             return
-        if log.unread() >= (self.every_n_steps or trainer.log_every_n_steps):
+        if len(log.unread_steps()) >= (self.every_n_steps or trainer.log_every_n_steps):
             log.read(wait=True)
         self._look(trainer)
         self._measure(trainer, pl_module, at_least=len(trainer.strategy.optimizers))
