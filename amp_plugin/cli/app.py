@@ -1,8 +1,8 @@
 """Define the command `amp-plugin`, and its subcommands `doctor`, `build` and `export`.
 
-The exit code is 0 if all is well. It is 1 if something is missing or failed. It is 2 if the command line or
-an environment variable is wrong. With ``--json``, a command prints one JSON object to standard output and
-nothing else.
+The exit code is 0 if all is well, and 1 if something is missing or failed. The exit code is 2 if the command
+line or an environment variable is wrong. With ``--json``, a command prints one JSON object to standard output
+and nothing else.
 """
 
 from __future__ import annotations

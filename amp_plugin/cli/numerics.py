@@ -165,7 +165,7 @@ def compare(
     replicas of all ranks are combined.
 
     The exit code is 1 if the runs differ by more than rounding, or if ranks of one run differ where they must
-    agree. It is also 1 if a rank is missing or was cut off.
+    agree. The exit code is also 1 if a rank is missing or was cut off.
     """
     from amp_plugin.numerics.compare import compare_runs  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.module_names import ModuleNames  # noqa: PLC0415

@@ -150,10 +150,10 @@ def tune(
     """Find op rules that save memory or casts or avoid an overflow, and write them to a file.
 
     The script runs about fifty times in a copy of this folder, each time up to its first backward passes. The
-    script's output is dropped. Its autocast blocks must not set rules themselves.
+    script's output is dropped. Autocast blocks in the script must not set rules themselves.
 
-    With --formats, the command emulates each Linear layer in each format, on any machine. It prints the
-    errors of each layer, and writes the chosen formats to files for amp_plugin, torchao and
+    With --formats, the command emulates each Linear layer in each format, on any machine. The command then
+    prints the errors of each layer, and writes the chosen formats to files for amp_plugin, torchao and
     TransformerEngine.
     """
     output = output or Path("formats.yaml" if formats else "rules.yaml")

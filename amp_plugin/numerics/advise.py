@@ -1,6 +1,6 @@
-"""Find the cause of a nan or inf, and what to do about it.
+"""Find the cause of a nan or inf, and say what to do about it.
 
-Both are looked up in a table, whose first matching row counts.
+Cause and advice are looked up in a table, whose first matching row counts.
 """
 
 from __future__ import annotations
@@ -252,8 +252,8 @@ def finding_of(
 def _rounded_by(call: Call) -> Site | None:
     """Return the op from which on fp32 is needed, if 16 bits have rounded a number near 1 to 1.
 
-    This is the first op after the last matrix product. The nan or inf arises in a later op, which is infinite
-    at 1.
+    Fp32 is needed from the first op after the last matrix product. The nan or inf arises in a later op, which
+    is infinite at 1.
     """
     if not call.arguments or not is_low_precision(call.arguments[-1].tensor.dtype):
         return None

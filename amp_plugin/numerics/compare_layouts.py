@@ -66,7 +66,8 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
 def _arrival(matches: Matches, judged: Mapping[int, Verdict]) -> Callable[[Match], bool]:
     """Return a function that tells whether a result counts as wrong, by the results computed from it.
 
-    The function returns True if a wrong result is computed from it, or no result that both runs have.
+    The function returns True if a wrong result is computed from the given result. It also returns True if no
+    result that both runs have is computed from it.
     """
     readers = _readers(matches.runs)
 

@@ -59,7 +59,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         self._refused = refused(self.tracker, call, error) or self._refused
 
     def ended(self, error: BaseException | None) -> None:
-        """Report the remaining nans and infs. If there are no findings, check whether the model learns."""
+        """Report the remaining nans and infs, and check whether the model learns if there are no findings."""
         last, self._refused = self._refused, None  # the error is dropped, because it keeps frames alive
         if error is None or isinstance(error, SystemExit):
             self.tracker.ends()
@@ -76,7 +76,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         self.read = [*{_about(finding): finding for finding in self._watch.read_elsewhere()}.values()]
 
     def report(self) -> str:
-        """Return all findings as text. If there are none, say so, and list ops that could not be watched."""
+        """Return all findings as text. The text for no findings also lists ops that were not watched."""
         below = [f"{layer}, {operand}: {found}" for (layer, operand), found in self._formats.ranges().items()]
         if self.findings:
             return "\n\n".join([*map(str, self.findings), *filter(None, ["\n".join(below)])])
@@ -138,8 +138,8 @@ def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict
     A nan or inf is harmful if it reaches a loss, a gradient, a weight or the state of an optimizer. So a mask
     of -inf raises no error, and neither does a nan or inf that a later op replaces. If the region has no
     backward pass, a nan or inf is harmful if it is still in a tensor at the end. If there is no harmful nan
-    or inf, the region is checked for three reasons why a model may not learn. They are a missing optimizer
-    step, updates lost to rounding in the weight's dtype, and gradients that underflow to 0 in fp16.
+    or inf, the region is checked for three reasons why a model may not learn. The reasons are a missing
+    optimizer step, updates lost to rounding in the weight's dtype, and gradients that underflow to 0 in fp16.
 
     Each op waits for the device, so use this to find a fault and not to train. Compiled functions run
     eagerly. Threads and processes that the region starts are not watched. If one of several ranks raises the
@@ -153,11 +153,11 @@ def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict
         strict: Report every nan and inf where it arises, even if it is harmless.
 
     Returns:
-        A context manager whose attribute ``findings`` holds the findings. Its method ``report()`` returns
-        them as text.
+        A context manager whose attribute ``findings`` holds the findings. The method ``report()`` returns all
+        findings as text.
 
     Raises:
-        NonFiniteError: In the region or at its end, there was a finding, and ``keep_going`` is False. The
+        NonFiniteError: There was a finding in the region or at its end, and ``keep_going`` is False. The
             error is a FloatingPointError.
 
     Example:

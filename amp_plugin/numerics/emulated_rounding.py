@@ -68,7 +68,7 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
 
     Args:
         dtype: The dtype to round to. Only results of wider dtypes are rounded.
-        places: The places at which to round. If there are none, no number is changed, and all places are
+        places: The places at which to round. Without places, no number is changed, and all places are
             recorded.
 
     Attributes:
@@ -177,8 +177,8 @@ def attention_in_steps(
     """Return the result of ``scaled_dot_product_attention``, with roundings from ``ATTENTION``.
 
     Operands are cast as autocast would cast them. As in fused kernels, the scores are computed in float32.
-    Their exponentials are cast for the second matrix product, whose result is divided by the sum of the
-    exponentials.
+    The exponentials of the scores are cast for the second matrix product. Its result is divided by the sum of
+    the exponentials.
     """
     device = query.device.type
     is_cast = torch.is_autocast_enabled(device)

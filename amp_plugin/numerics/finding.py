@@ -1,6 +1,6 @@
 """A finding of ``diagnose``, as data and as text.
 
-It describes the op or the value from which nans and infs came.
+A finding describes the op or the value from which nans and infs came.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Cure:
 
     Attributes:
         place: A text that says what the lines do and where to put them.
-        code: The lines of code. They need no change if the program's variable for the model is ``model``.
+        code: The lines of code. The lines need no change if the program's variable for the model is
+            ``model``.
     """
 
     place: str

@@ -157,7 +157,7 @@ class ModuleWatch:
     def _is_new(self, tensor: Tensor) -> bool:
         """Return whether a tensor was not measured yet.
 
-        Most inputs have been measured before, as the output of another module.
+        Most inputs of a module were measured before, as the output of another module.
         """
         version = 0 if tensor.is_inference() else tensor._version
         known, known_version = self._measured.get(id(tensor), (None, 0))

@@ -24,10 +24,11 @@ def flat_shards(unit: Any) -> Iterator[tuple[Tensor, nn.Module, str, slice, Call
     """Yield this rank's parts of the weights in an FSDP1 unit.
 
     Yields:
-        Tuples with five entries. The first is the parameter that the optimizer has, which is the weight if
-        ``use_orig_params`` is set, and otherwise the unit's flat parameter. The others are the module of the
-        weight, its name in this module, the slice of the flat parameter that holds the part, and a function
-        that describes the part, as in ``shares_of``.
+        Tuples (parameter, module, name, slice, describe). ``parameter`` is the parameter that the optimizer
+        has. This is the weight itself if ``use_orig_params`` is set, and otherwise the unit's flat parameter.
+        ``module`` and ``name`` are the module of the weight and the weight's name in this module. ``slice``
+        selects this rank's part in the flat parameter. ``describe`` is a function that describes the part, as
+        in ``shares_of``.
     """
     flat = unit._flat_param
     if flat is None:  # the unit has no weights of its own

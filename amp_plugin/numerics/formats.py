@@ -166,7 +166,7 @@ def log_formats(model: nn.Module | None = None) -> FormatLog:
             outermost module that is called.
 
     Returns:
-        A context manager. Its methods ``ranges()``, ``table()`` and ``to_dict()`` return the measurements.
+        A context manager, whose methods ``ranges()``, ``table()`` and ``to_dict()`` return the measurements.
 
     Example:
         >>> import torch

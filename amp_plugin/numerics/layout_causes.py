@@ -1,8 +1,8 @@
 """Explain a wrong result on several ranks, such as a missing sum, a superfluous sum or a wrong order.
 
 First, a factor, a sum over ranks or an order of the elements is searched that would make the result right. If
-none of them does, the explanation names the mesh dimensions that may be responsible. These are the dimensions
-along which inputs differ, or along which ranks exchanged data before.
+none of them does, the explanation names the mesh dimensions that may be responsible. A mesh dimension may be
+responsible if inputs differ along it, or if ranks exchanged data along it before.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Cause(NamedTuple):
     Attributes:
         text: The explanation in words; empty if there is none.
         axes: The mesh dimensions along which the difference arises or may arise.
-        is_known: Whether the difference is explained. If it is not, ``axes`` contains all dimensions that may
-            be responsible.
+        is_known: Whether the difference is explained. If the difference is not explained, ``axes`` contains
+            all mesh dimensions that may be responsible.
         is_coarse: Whether a collective in a coarser dtype explains the difference.
     """
 
@@ -42,7 +42,7 @@ class Cause(NamedTuple):
     def within(self, clues: Iterable[Collection[Axis]]) -> Cause:
         """Return the cause with only those mesh dimensions that are also in a clue.
 
-        The first clue is used that has a dimension in common with the cause.
+        The first clue that has a mesh dimension in common with the cause is used.
         """
         for clue in clues:
             axes = tuple(axis for axis in self.axes if axis in clue)

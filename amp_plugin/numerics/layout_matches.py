@@ -187,7 +187,7 @@ def _micro_batches(
 ) -> int:
     """Return how often a rank runs an op that the single process runs once.
 
-    This is the number of micro-batches. It is taken from most of the forward ops inside modules.
+    This is the number of micro-batches. The number counts that most of the forward ops inside modules show.
     """
     ratios: Counter[int] = Counter()
     for place, numbers in mine.items():

@@ -2,10 +2,10 @@
 
 A recording contains the value of each result without rounding, and a measurement of how far rounding moved
 the result. The values without rounding are compared. In two correct runs they still differ a little, because
-data from other ranks and results of ops that did not run in float64 contain rounding. This difference should
-not exceed the measured rounding, which is about equal in both runs. An op may amplify a small difference
-between its inputs, but it amplifies the measured rounding as well. So the limit is the same for all ops,
-except for optimizer steps that use the signs of the gradients.
+data from other ranks and results of ops that did not run in float64 contain rounding. The difference between
+two correct runs should not exceed the measured rounding, which is about equal in both runs. An op may amplify
+a small difference between its inputs, but it amplifies the measured rounding as well. So the limit is the
+same for all ops, except for optimizer steps that use the signs of the gradients.
 
 ::
 
@@ -26,9 +26,10 @@ another order may double an error. With this factor, no difference was reported 
 fp32 and bf16. Of these runs, 11 were recorded after the limits had been set. All 14 planted bugs were found
 (docs/lab/numerics.md).
 
-There is only one right way to combine gradients that reach the optimizer. Their shards make up the whole
-gradient, and along all other mesh dimensions the ranks must have equal gradients. A gradient that was reduced
-in a coarser dtype should be reported. So for gradients, only the rounding in the single process is allowed.
+There is only one right way to combine gradients that reach the optimizer. The shards of a gradient make up
+the whole gradient, and along all other mesh dimensions the ranks must have equal gradients. A gradient that
+was reduced in a coarser dtype should be reported. So for gradients, only the rounding in the single process
+is allowed.
 
 A result is not judged if the two runs drew different random numbers for it, or if it is computed from such a
 result.
@@ -155,7 +156,7 @@ class _Judge:
     def _best(self, match: Match, usual: float, allowed: float) -> Combined:
         """Return the first way to combine the pieces whose difference is at most ``usual``.
 
-        If there is none, return the way with the smallest difference.
+        If no difference is that small, return the way with the smallest difference.
         """
         layout = match.layout
         if match.is_gradient:
@@ -186,9 +187,9 @@ def _of_signs(record: OpRecord, inputs: float) -> float:
     """Return how much rounding can change an optimizer step that uses only the signs of the gradients.
 
     Adam and similar optimizers divide each element of a gradient by its own size. An element that is smaller
-    than the gradient's rounding may have another sign in the other run. Then the step of this element differs
-    by twice its own size. If the fraction ``inputs`` of all elements is that small, the norm of the whole
-    step differs by twice the square root of this fraction.
+    than the gradient's rounding may have another sign in the other run. With another sign, the step of this
+    element differs by twice its own size. If the fraction ``inputs`` of all elements is that small, the norm
+    of the whole step differs by twice the square root of this fraction.
     """
     if not _GOES_BY_SIGNS.search(record.op) or not record.held.norm or math.isinf(inputs):
         return 0.0

@@ -2,9 +2,9 @@
 
 The ranks form a mesh. Along each dimension of the mesh, the pieces of a tensor are shards, partial sums or
 replicas. Shards and partial sums are added up, and replicas must be equal. The shapes of the pieces show
-whether the tensor is sharded. If it is not sharded, its values show whether the pieces are replicas or
-partial sums. If each rank runs several micro-batches one after another, the micro-batches count as one more
-dimension of the mesh.
+whether the tensor is sharded. The values of a tensor that is not sharded show whether its pieces are
+replicas or partial sums. If each rank runs several micro-batches one after another, the micro-batches count
+as one more dimension of the mesh.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class Layout:
 
         Args:
             are_means: The pieces may be means over a rank's part of the batch. Then their mean is tried, too.
-            are_backward: The pieces may be gradients of a mean over a rank's part of the batch. Such a
-                gradient is larger than the gradient of the mean over the whole batch, so smaller multiples
-                are tried, too.
+            are_backward: The pieces may be gradients of a mean over a rank's part of the batch. The gradient
+                of such a local mean is larger than the gradient of the mean over the whole batch, so smaller
+                multiples are tried, too.
         """
         cut = self.cut
         for added in _subsets(self.axes):

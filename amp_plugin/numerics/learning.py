@@ -1,7 +1,7 @@
 """Find out why a model does not learn although all numbers are finite.
 
-Three reasons are checked. They are a missing optimizer step, updates that are lost to rounding in the dtype
-of the weights, and gradients that underflow.
+Three reasons are checked. The reasons are a missing optimizer step, updates that are lost to rounding in the
+dtype of the weights, and gradients that underflow.
 """
 
 from __future__ import annotations

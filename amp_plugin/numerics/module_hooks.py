@@ -30,7 +30,7 @@ _SCRIPTED: Final = "scripted"
 def prefixes(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield each model with a prefix for the names of its modules.
 
-    The prefix is empty for a single model. If there are several, a prefix looks like ``Critic[1].``.
+    The prefix is empty for a single model. For several models, a prefix looks like ``Critic[1].``.
     """
     for place, model in enumerate(models):
         yield (f"{type(model).__name__}[{place}]." if len(models) > 1 else ""), model

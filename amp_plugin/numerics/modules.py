@@ -26,8 +26,9 @@ _SHARDED = {"FSDPModule", "ReplicateModule"}
 class Tracker:
     """Tracks the calls of modules by hooks, and counts passes and optimizer steps.
 
-    If a model is given, module names are paths in this model. Otherwise they begin with the class of the
-    outermost module that is called. Wrappers such as DistributedDataParallel are left out of the names.
+    If a model is given, module names are paths in this model. Without a model, module names begin with the
+    class of the outermost module that is called. Wrappers such as DistributedDataParallel are left out of the
+    names.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:

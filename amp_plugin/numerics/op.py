@@ -74,7 +74,7 @@ _AUTOCAST_INSIDE = ("_transformer_encoder_layer_fwd", "_native_multi_head_attent
 
 _ASKED = "_callback_from_stance"  # torch calls this whenever a compiled function is called
 
-# These ops have an argument half_to_float. It must be False for inputs that are not fp16.
+# These ops have an argument half_to_float, which must be False for inputs that are not fp16.
 _HALF_TO_FLOAT = frozenset({"_softmax", "_log_softmax"})
 
 
@@ -157,7 +157,7 @@ class OpTraits:
 
     @cached_property
     def is_collective(self) -> bool:
-        """Whether the op exchanges data with other ranks. Its result may arrive after the op has returned."""
+        """Whether the op exchanges data with other ranks. The result may arrive after the op has returned."""
         return self._op.namespace in _OF_COLLECTIVES
 
     @cached_property
@@ -382,7 +382,8 @@ class Call:
         """Return changed arguments, with which the op can run again.
 
         Args:
-            change: A function that replaces each tensor. It must copy tensors to which the op writes.
+            change: A function that replaces each tensor. The function must copy tensors to which the op
+                writes.
             dtype: The dtype that replaces 16-bit dtypes and float32 among the arguments.
         """
         tensors: dict[int, Tensor] = {}

@@ -10,8 +10,8 @@ on the tensor. So they can be combined later, when all ranks have written their 
 - If each rank has a replica, the ranks' sketches are equal.
 
 The position of a part in the whole tensor is known from a DTensor, from FSDP1, or from a program that shards
-its weights itself (see shares.py). If it is known, the sketch depends on the position. The sketches of all
-parts then add up to the sketch of the whole tensor, so a part in a wrong position is noticed.
+its weights itself (see shares.py). The sketch of a part with a known position depends on this position. The
+sketches of all parts then add up to the sketch of the whole tensor, so a part in a wrong position is noticed.
 """
 
 from __future__ import annotations

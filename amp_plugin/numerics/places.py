@@ -52,7 +52,7 @@ class Place:
 def called_from(frame: FrameType | None = None) -> tuple[Place | None, Place | None]:
     """Return the innermost line that runs now, outside torch and this package.
 
-    If it is in an installed library, also return the line of the program from which the library was called.
+    If this line is in an installed library, also return the line of the program that called the library.
     """
     return _innermost(traceback.walk_stack(frame or sys._getframe(1)))
 
@@ -60,7 +60,7 @@ def called_from(frame: FrameType | None = None) -> tuple[Place | None, Place | N
 def raised_from(trace: TracebackType | None) -> tuple[Place | None, Place | None]:
     """Return the innermost line in a traceback, outside torch and this package.
 
-    If it is in an installed library, also return the line of the program from which the library was called.
+    If this line is in an installed library, also return the line of the program that called the library.
     """
     return _innermost(reversed([*traceback.walk_tb(trace)]))
 

@@ -15,7 +15,7 @@ class ProcessMesh:
 
     Args:
         runs: Maps each rank to its run. If the run has recorded a device mesh, its dimensions are used.
-            Otherwise the mesh has the single dimension ``"ranks"``.
+            Without a device mesh, the ranks have the single dimension ``"ranks"``.
     """
 
     def __init__(self, runs: Mapping[int, Run]) -> None:

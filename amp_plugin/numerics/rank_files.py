@@ -25,7 +25,8 @@ _ANOTHER_KIND = "{path} is {kind}, but this recording needs {other}; remove it, 
 def seat_of_process() -> tuple[int, int]:
     """Return the rank of this process and the number of ranks.
 
-    Both come from the process group or the launcher's environment. If there is neither, return (0, 1).
+    Rank and number of ranks come from the process group or the launcher's environment. Without these, return
+    (0, 1).
     """
     seats = [(0, 1)]
     rank, ranks = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
@@ -50,8 +51,8 @@ class RankFile:
     """The file of one rank, which this process writes.
 
     Args:
-        path: The path of the recording. It is a folder if there are several ranks, otherwise a file.
-        seat: The rank and the number of ranks. By default, they are those of this process.
+        path: The path of the recording, which is a folder if there are several ranks, and otherwise a file.
+        seat: The rank and the number of ranks. The default is the rank of this process.
     """
 
     def __init__(self, path: Path, seat: tuple[int, int] | None = None) -> None:
@@ -70,7 +71,7 @@ class RankFile:
         return self._path / f"rank-{self._seat[0]}.amp" if self.has_other_ranks else self._path
 
     def settle(self) -> None:
-        """Find out the rank and the number of ranks. If there are several ranks, make the folder.
+        """Find out the rank and the number of ranks, and make the folder if there are several ranks.
 
         An earlier file of this rank in the folder is removed.
 

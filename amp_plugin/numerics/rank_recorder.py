@@ -50,8 +50,8 @@ class RankRecorder:
         self._made: Storages[int] = Storages()  # the index of the record whose op wrote the storage
         # The collectives whose results no op has read yet. A result may arrive after the op has returned.
         self._exchanged: Storages[Call] = Storages()
-        # The relative rounding error of tensors that this rank passed to a collective.
-        # The dict is by weight, for gradients that DDP puts into its buckets.
+        # The relative rounding error of each tensor that this rank passed to a collective.
+        # For gradients that DDP puts into its buckets, _taken_of_weights has the error by weight.
         self._taken: Storages[float] = Storages()
         self._taken_of_weights: dict[str, float] = {}
         self.run = Run([], {}, {}, {}, parts={}, mesh={})

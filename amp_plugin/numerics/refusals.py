@@ -246,8 +246,8 @@ def finding_in_trace(error: BaseException) -> Finding | None:
 
     Return None if the error is not about dtypes.
 
-    This is used if no op was watched while the program ran. So the finding names the line and the module, but
-    not the op.
+    The traceback is used if no op was watched while the program ran. So the finding names the line and the
+    module, but not the op.
     """
     if (finding := _float16_gradients(error)) is not None:
         return finding

@@ -55,8 +55,8 @@ class _Clip:
         name: The name of the function.
         limit: The limit to which the gradients are clipped.
         places: The lines that called the function, as ``called_from`` returns them.
-        grad: A weak reference to one of the gradients. It is only set if no scaler has been called with their
-            optimizer yet.
+        grad: A weak reference to one of the gradients. The reference is only set if no scaler has been called
+            with their optimizer yet.
         version: The version counter of ``grad`` after the clip.
     """
 

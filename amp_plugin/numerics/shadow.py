@@ -32,14 +32,14 @@ class Errors:
 
     Attributes:
         calls: The number of calls that were compared.
-        own: The error that the op itself adds. It is the mean of |result - exact| / |exact| over the
+        own: The error that the op itself adds. This error is the mean of |result - exact| / |exact| over the
             elements, where ``exact`` is the result of the op in the wide dtype on the same inputs. If the op
             only rounds its result once, this error is about a quarter of the dtype's eps. An element that
             underflows counts as 1.
-        arriving: The accumulated error of this op and of all ops before it. It is norm(result - exact) /
-            norm(exact), where ``exact`` is the result of the op in a run without rounding.
+        arriving: The accumulated error of this op and of all ops before it. This error is norm(result -
+            exact) / norm(exact), where ``exact`` is the result of the op in a run without rounding.
         largest: The largest magnitude of a finite element of the results.
-        narrow: The dtype of the results. If there are several, the dtype with the smallest range.
+        narrow: The dtype of the results. If results have several dtypes, the dtype with the smallest range.
         elements: The number of elements in all results.
         underflowed: The number of elements that are 0, although the exact result is not 0.
     """
@@ -121,8 +121,8 @@ def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
 class WideRun(Region):  # type: ignore[no-untyped-call]
     """A region that runs each op twice more, in a wide dtype such as fp64.
 
-    The first additional run of an op gets the program's own inputs. The second gets the shadows of the
-    inputs, which are the values that a program without rounding would have.
+    The first additional run of an op gets the program's own inputs. The second additional run gets the
+    shadows of the inputs, which are the values that a program without rounding would have.
     """
 
     def __init__(self, model: nn.Module | None, dtype: torch.dtype) -> None:
@@ -294,8 +294,8 @@ def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.flo
     Each op runs three times:
 
     1. The first run is the program's own, and its results do not change.
-    2. The second run is in the wide dtype on the same inputs. It shows the error that the op itself adds.
-    3. The third run is in the wide dtype on inputs without rounding. It shows the accumulated error.
+    2. The second run is in the wide dtype on the same inputs, and shows the error that the op itself adds.
+    3. The third run is in the wide dtype on inputs without rounding, and shows the accumulated error.
 
     Only ops with 16-bit results are listed. The region needs memory for the wide values of every live tensor.
 
@@ -309,7 +309,7 @@ def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.flo
         dtype: The wide dtype, ``torch.float32`` or ``torch.float64``.
 
     Returns:
-        A context manager. Its methods ``errors()``, ``table()`` and ``to_dict()`` return the measurements.
+        A context manager, whose methods ``errors()``, ``table()`` and ``to_dict()`` return the measurements.
 
     Raises:
         ValueError: ``dtype`` is neither ``torch.float32`` nor ``torch.float64``.

@@ -347,7 +347,7 @@ class ShadowValues(Storages[Tensor]):
     def of(self, tensor: Tensor) -> Tensor:
         """Return the shadow of a tensor, in the tensor's shape.
 
-        If there is none, make a shadow that starts with the tensor's own values.
+        If the tensor has no shadow, make one that starts with the tensor's own values.
         """
         flat = self.get(tensor)
         storage, dtype = tensor.untyped_storage(), self.wide(tensor.dtype)

@@ -37,7 +37,7 @@ class Survey:
     """Watches the first training step of models, and reports the dtypes in which their modules compute.
 
     A module is said to compute in the dtype of its matrix products and convolutions, including those of its
-    submodules. If it has no such ops, the dtype of its first result counts.
+    submodules. For a module without such ops, the dtype of its first result counts.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -83,8 +83,8 @@ class Survey:
     def dtype_of(self, module: str) -> torch.dtype:
         """Return the dtype in which a module's gradients are computed.
 
-        This is the dtype of the module's results. If it is not known, the dtype of the autocast region
-        counts.
+        Gradients have the dtype of the module's results. If that dtype is not known, the dtype of the
+        autocast region counts.
         """
         lowest = next((state.dtype for state in self._states if state.enabled), torch.float32)
         return self._results.get(module, lowest)

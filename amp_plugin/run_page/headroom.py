@@ -1,8 +1,8 @@
 """Measure how close each module's gradients come to the limits of their dtype.
 
-Gradients are read after the optimizer step, when they are unscaled and clipped. They are multiplied by the
-loss scale and divided by the clip factor, which gives the values that the backward pass computed. The largest
-magnitude is exact. The fraction of zeros is estimated from a sample of the elements.
+Gradients are read after the optimizer step, when they are unscaled and clipped. The gradients are multiplied
+by the loss scale and divided by the clip factor, which gives the values that the backward pass computed. The
+largest magnitude is exact. The fraction of zeros is estimated from a sample of the elements.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Headroom:
         self.modules = list(rows)
         self.first: list[int] = []  # the first step of each column of the map
         self.last: list[int] = []
-        # Both have the shape modules x columns. An entry is nan if the module had no gradient.
+        # Tensors of shape modules x columns. An entry is nan if the module had no gradient.
         self._largest = self._zeros = torch.empty(len(rows), 0)
         self.reads, self.seconds = 0, 0.0
         self._began = time.perf_counter()

@@ -60,7 +60,7 @@ class Skip:
     def blames_scale(self) -> bool:
         """Whether a lower loss scale would help.
 
-        It would if, as far as is known, the loss was finite and only gradients were not.
+        A lower scale helps if, as far as is known, the loss was finite and only gradients were not.
         """
         if self.is_spike or self.scale is None or not self.lowering_helps:
             return False

@@ -209,7 +209,8 @@ def _steps(alt: Any, column: str) -> Any:
 def _has_alone(curves: dict[str, list[Any]], columns: list[str], base: int | None) -> bool:
     """Return whether any point stands between two gaps.
 
-    Only then is a layer for such points drawn, because a layer without points has no extent.
+    A chart layer for lone points is only drawn if there are any, because a layer without points has no
+    extent.
     """
     for name in columns:
         shown: dict[str, list[bool]] = {}

@@ -49,7 +49,7 @@ _PACKAGES: Final = ("torch", "amp_plugin", "accelerate", "lightning", "pytorch_l
 
 
 class RunReport:
-    """The context manager that ``report`` returns. It watches a run while its block is open.
+    """The context manager that ``report`` returns. A run is watched while the block is open.
 
     The report only reads from the run. If the report fails, it gives one warning and stops, and the run
     continues.
@@ -239,23 +239,23 @@ class RunReport:
 def report(scaler: Any, model: nn.Module, path: str | Path = "run.html") -> RunReport:
     """Write an HTML file about a run's numerics, and keep it up to date while the block is open.
 
-    The file, called the run report, shows the loss scale, skipped steps, gradient norms and the loss. It
-    shows how near each module's gradients come to the limits of their dtype, and the dtypes of the model.
-    From the second skipped step on, it names the module in which the first inf or nan arose. `amp-plugin
-    diagnose` finds the op and its line. A browser can open the file without a network.
+    The file, called the run report, shows the loss scale, skipped steps, gradient norms and the loss. The
+    report also shows how near each module's gradients come to the limits of their dtype, and the dtypes of
+    the model. From the second skipped step on, the report names the module in which the first inf or nan
+    arose. `amp-plugin diagnose` finds the op and its line. A browser can open the file without a network.
 
     The host waits for the device after each optimizer step. Reading gradients takes at most 0.25 % of the
     run's time. The report does not change the training.
 
     Args:
-        scaler: The object through which the program steps its optimizers. It is a GradScaler, a Fabric or
+        scaler: The object through which the program steps its optimizers, which is a GradScaler, a Fabric or
             Trainer plugin, or an AmpAccelerator. In bf16 and fp32, use a GradScaler with ``enabled=False``.
         model: The model that is trained. The report uses the names of its modules.
         path: The path of the HTML file. If another run is writing to it, this run takes the next free name,
             such as ``run-2.html``. Only rank 0 writes the file.
 
     Returns:
-        A context manager. Its attribute ``path`` is the path of the HTML file.
+        A context manager, whose attribute ``path`` is the path of the HTML file.
 
     Raises:
         ImportError: A package of the extra ``report`` is not installed.
@@ -317,9 +317,9 @@ def program_page(path: Path, program: str) -> Iterator[None]:
 
     At the end, the path of the report is printed.
 
-    The report takes its steps from a scaler, plugin or accelerator of this package. If there are several, it
-    is the last one made before the model is first called. If the program has none, the report watches all
-    optimizer steps, just before they are taken.
+    The report takes its steps from a scaler, plugin or accelerator of this package. If there are several
+    scalers, the last one made before the model is first called counts. If the program has none, the report
+    watches all optimizer steps, just before they are taken.
     """
     logs: list[weakref.ref[StepLog]] = []
     pages: list[RunReport] = []

@@ -25,7 +25,7 @@
 emulated_rounding.py emulates roundings, and search.py searches for the rules.
 
 The gap can be smaller than the floor if trainer and generator round at the same places. So the search for
-causes goes on below the floor. It stops when the gap is below a twentieth of the floor.
+causes goes on below the floor, and stops when the gap is below a twentieth of the floor.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class Cause:
         side: The program that rounds there, ``"generator"`` or ``"trainer"``. If the temperature or top-p
             differs, ``side`` is ``"record"``.
         gap: The mean gap that remains if only this cause is removed.
-        setting: The name and the value of the generator's setting that removes the cause. Both are empty if
-            the cause lies in the trainer.
+        setting: The name and the value of the generator's setting that removes the cause. Name and value are
+            empty if the cause lies in the trainer.
     """
 
     name: str
@@ -90,7 +90,7 @@ class GapTuning:
     def is_rounding(self) -> bool:
         """Whether rounding alone explains the gap.
 
-        It does if no cause was found and the gap is at most 1.2 times the floor.
+        Rounding explains the gap if no cause was found and the gap is at most 1.2 times the floor.
         """
         return not self.causes and self.gap.mean <= CLOSE * self.floor
 

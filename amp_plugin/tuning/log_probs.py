@@ -1,8 +1,8 @@
 """Compute log-probabilities of sampled tokens, and compare them with recorded log-probabilities.
 
 A generator may record the log-probability of a token before or after it divides the logits by the
-temperature. It may also record it before or after it drops the tokens outside of top-p. The recorded
-log-probabilities show what the generator did.
+temperature. A generator may also record the log-probability before or after it drops the tokens outside of
+top-p. The recorded log-probabilities show what the generator did.
 
 ::
 
@@ -45,9 +45,9 @@ class GapNumbers:
         mean: The mean absolute difference.
         p99: The 99th percentile of the absolute difference.
         max: The largest absolute difference.
-        kl: The k3 estimate of the KL divergence of the generator from the trainer. It is the mean of exp(d) -
-            1 - d, where d is the log-probability of the trainer minus that of the generator. This estimate is
-            never negative.
+        kl: The k3 estimate of the KL divergence of the generator from the trainer. The estimate is the mean
+            of exp(d) - 1 - d, where d is the log-probability of the trainer minus that of the generator. This
+            estimate is never negative.
     """
 
     tokens: int

@@ -37,8 +37,8 @@ class Measurement:
     Attributes:
         saved_bytes: The bytes that the forward pass saves for the backward pass, without the model's weights.
         cast_bytes: The bytes that casts read and write.
-        errors: The relative gradient error of each batch. It is the norm of the difference from the reference
-            gradients, divided by their norm. All parameters count as one vector.
+        errors: The relative gradient error of each batch. This error is the norm of the difference from the
+            reference gradients, divided by their norm. All parameters count as one vector.
         mean_errors: The mean over all parameters of their relative gradient errors, for each batch. The error
             of a parameter counts at most 1.
     """
@@ -52,7 +52,7 @@ class Measurement:
     def error(self) -> float:
         """The mean of ``errors`` over the batches with finite gradients.
 
-        It is inf if no batch has finite gradients.
+        The mean is inf if no batch has finite gradients.
         """
         return _mean_of_finite(self.errors)
 
@@ -117,8 +117,8 @@ def gradient_errors(gradients: Gradients, reference: Gradients, *, batch: int) -
     ``batch`` is the number of the batch, for the text of an error.
 
     Returns:
-        The error of the whole gradient, and the mean error of the parameters. Both are inf if a gradient is
-        not finite.
+        The error of the whole gradient, and the mean error of the parameters. If a gradient is not finite,
+        both errors are inf.
     """
     if reference.keys() != gradients.keys():
         odd = sorted(reference.keys() ^ gradients.keys())
@@ -238,8 +238,8 @@ def timed_in_turns(
 
     Args:
         before: A function that measures the time of a batch without the change.
-        after: A function that measures the time of a batch with the change. None if there is no change. Then
-            both times are the same measurement.
+        after: A function that measures the time of a batch with the change. None if there is no change.
+            Without a change, the same measurement is returned twice.
     """
     if after is None:
         return (once := before()), once

@@ -68,8 +68,9 @@ def _step_of(
 
     ``autocast`` says whether autocast was enabled at the call, and with which dtype.
 
-    Other tensors among the arguments, such as masks and labels, belong to the old token ids. These
-    arguments are left out, and so is the argument that limits how many logits are computed.
+    Other tensors among the arguments, such as masks and labels, belong to the old token ids. So tensor
+    arguments other than the token ids are left out. An argument that limits how many logits are computed is
+    left out, too.
     """
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     device = given[place_of_tokens].device

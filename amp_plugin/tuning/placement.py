@@ -21,8 +21,8 @@ layers for which no other placement has both a smaller error and a smaller cost:
     return the last placement of front, which is the cheapest
 
 This finds the cheapest placement. If the front has more than 1024 placements, the range of errors is divided
-into 1023 intervals, and only the cheapest placement in each interval is kept. Then the result can be slightly
-more expensive than the cheapest placement.
+into 1023 intervals, and only the cheapest placement in each interval is kept. With so many placements, the
+result can be slightly more expensive than the cheapest placement.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _undominated(placed: list[_Placed]) -> list[_Placed]:
 def _thinned(front: list[_Placed], limit: float) -> list[_Placed]:
     """Return at most 1024 placements.
 
-    These are the first placement, and the cheapest placement in each interval of errors.
+    The first placement is kept, and the cheapest placement in each interval of errors.
     """
     if len(front) <= _MOST:
         return front

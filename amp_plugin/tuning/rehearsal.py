@@ -2,7 +2,7 @@
 
 1. One run in float32 measures how much the rounding of each format changes the output and the gradients of
    each layer.
-2. One run for each layer and format emulates this layer alone in this format. It measures how much the
+2. One run for each layer and format emulates this layer alone in this format. The run measures how much the
    gradients of all parameters change.
 3. From these errors, :mod:`amp_plugin.tuning.placement` chooses a format for each layer.
 4. Runs with all layers in their chosen formats verify the choice.
@@ -372,15 +372,16 @@ def rehearse(
         model: The model whose gradients are compared. Its weights are not changed.
         batches: The arguments of ``step``, one for each batch.
         formats: The formats to try: ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"``, ``"nvfp4"``.
-        budget: The relative gradient error that is allowed, such as 0.01 for 1 %. It is the norm of the
-            difference from the gradients in float32, divided by their norm. All parameters count as one
+        budget: The relative gradient error that is allowed, such as 0.01 for 1 %. This error is the norm of
+            the difference from the gradients in float32, divided by their norm. All parameters count as one
             vector.
-        device_type: The device type on which the model runs. By default the device type of its parameters.
+        device_type: The device type on which the model runs. The default is the device type of the model's
+            parameters.
         progress: True shows what is running.
 
     Returns:
-        The errors and the chosen formats. They are shown by ``table()`` and written by
-        ``save("formats.yaml")``.
+        The errors and the chosen formats. The method ``table()`` shows the result, and
+        ``save("formats.yaml")`` writes it.
 
     Raises:
         OptionError: A format or the budget is not allowed.

@@ -100,8 +100,9 @@ class RolloutBatch:
     Attributes:
         tokens: Prompts and sampled tokens, int64 of shape (sequences, longest). Shorter sequences are padded
             with 0 on the right, which does not change the results of a causal model.
-        places: Two tensors with one number per sampled token, int64 of shape (sampled tokens,). They are the
-            index of the token's sequence, and the position whose logits predict the token.
+        places: Two tensors with one number per sampled token, int64 of shape (sampled tokens,). The first
+            tensor has the index of the token's sequence. The second has the position whose logits predict the
+            token.
         recorded: The recorded log-probabilities, float64 of shape (sampled tokens,).
         stated: The temperature and top-p that the file states, for each sampled token.
     """

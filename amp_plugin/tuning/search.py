@@ -91,8 +91,8 @@ class Search:
     """A greedy search over the rules of the ops that a program uses.
 
     Args:
-        measure: A function that measures some changes on the first batches. It takes the changes and the
-            number of batches.
+        measure: A function that measures changes on the first batches. The function is called with the
+            changes and the number of batches.
         batches: The number of batches.
         default: The op rules from which the search starts.
         goal: What the search reduces.

@@ -19,8 +19,8 @@ class Suspect:
 
     Attributes:
         name: A description of the rounding in words.
-        setting: The name and the value of the generator's setting that removes the rounding. Both are empty
-            if there is no such setting.
+        setting: The name and the value of the generator's setting that removes the rounding. Name and value
+            are empty if no setting removes the rounding.
         places: The ops whose results or operands are rounded.
         attention: The name of a rounding inside attention, from ``ATTENTION``; empty if there is none.
     """

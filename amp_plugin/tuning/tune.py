@@ -32,7 +32,7 @@ class Tuning:
     """The rules that a search chose, and their measurements.
 
     Attributes:
-        rules: The chosen rules. They are the default rules if the search found no better rules.
+        rules: The chosen rules. If the search found no better rules, the default rules are kept.
         goal: The goal of the search.
         budget: The fraction by which the gradient error was allowed to grow. For the goal ``"accuracy"``, it
             limited the growth of the bytes instead.
@@ -192,18 +192,20 @@ def tune(
 
     With ``goal=Gap(rollout)``, the function finds out why the log-probabilities of a trainer differ from
     those that a generator recorded, and what closes the gap. For this goal, ``step`` takes token ids, int64
-    of shape (sequences, longest). It returns logits of shape (sequences, longest, vocabulary), or an object
-    with ``.logits``, and runs no backward pass. ``batches``, ``budget`` and ``reference`` are not used.
+    of shape (sequences, longest). ``step`` returns logits of shape (sequences, longest, vocabulary), or an
+    object with ``.logits``, and runs no backward pass. ``batches``, ``budget`` and ``reference`` are not
+    used.
 
     Args:
         step: A function that runs the forward and backward pass on a batch, in an autocast region without
-            ``rules=``. It must not step an optimizer. It may scale the loss by a constant power of two.
-        model: The model whose gradients are compared. Its weights are not changed, and its buffers are
-            restored after each run. The model is optional for a ``Gap``.
+            ``rules=``. The function must not step an optimizer. The loss may be scaled by a constant power of
+            two.
+        model: The model whose gradients are compared. The model's weights are not changed, and its buffers
+            are restored after each run. The model is optional for a ``Gap``.
         batches: The arguments of ``step``, one for each batch. The search uses the first half of the batches,
             and the result is verified on all batches.
-        device_type: The device type of the rules. By default, it is the type of the model's device, or the
-            CPU.
+        device_type: The device type of the rules. The default is the device type of the model's parameters,
+            or the CPU.
         goal: ``"memory"`` reduces the bytes that are saved for the backward pass. ``"casts"`` reduces the
             bytes that are cast. ``"accuracy"`` makes gradients finite with a minimal set of fp32 ops, and
             reduces the error of gradients that are finite already. A ``Gap`` brings a trainer's
@@ -214,13 +216,13 @@ def tune(
         progress: True shows a progress bar.
 
     Returns:
-        A :class:`Tuning` with the chosen rules and their measurements. Its methods ``table()``,
-        ``save("rules.yaml")`` and ``plot("rules.png")`` show and write them. For a ``Gap``, a
+        A :class:`Tuning` with the chosen rules and their measurements. The methods ``table()``,
+        ``save("rules.yaml")`` and ``plot("rules.png")`` show and write the result. For a ``Gap``, a
         :class:`GapTuning`, which can be printed.
 
     Raises:
-        ValueError: An option is not allowed. Or the step changes a weight or computes no gradients or, for a
-            ``Gap``, no logits.
+        ValueError: An option is not allowed, or the step changes a weight or computes no gradients. For a
+            ``Gap``, the error is also raised if the step returns no logits.
         TypeError: ``model`` or ``batches`` is missing.
         RuntimeError: The native core is missing, or no rules make the gradients finite.
 

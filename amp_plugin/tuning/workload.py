@@ -117,9 +117,9 @@ def _state_kept(model: nn.Module) -> Iterator[None]:
 class Script:
     """A program as a workload, in which each backward pass counts as one batch.
 
-    For each set of rules, the program runs from its start, with the same seeds, up to the last batch. It runs
-    in a copy of the working directory, so that its loggers and checkpoints overwrite no files. Optimizers
-    step, but the weights are restored after each step, so that all batches see the same weights.
+    For each set of rules, the program runs from its start, with the same seeds, up to the last batch. The
+    program runs in a copy of the working directory, so that its loggers and checkpoints overwrite no files.
+    Optimizers step, but the weights are restored after each step, so that all batches see the same weights.
     """
 
     model = None  # it is not known which module of the program is the model
