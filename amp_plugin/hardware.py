@@ -161,7 +161,7 @@ def is_fast(format_name: str, device_type: str, index: int = 0) -> bool | None:
     return hardware_of(device_type, index).computes(format_name)
 
 
-# -- "auto" --------------------------------------------------------------------------------------
+# -- "auto" ----------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,7 +235,7 @@ def _log_once(choice: PrecisionChoice) -> None:
     _LOG.info("precision 'auto' is %s on %s: %s", choice.precision, choice.device, choice.reason)
 
 
-# -- advice about speed -----------------------------------------------------------------------
+# -- advice about speed ----------------
 
 
 def speed_advice(precision: str, device_type: str) -> str:

@@ -472,7 +472,7 @@ class AccelerateOptions(RunOptions):
     ] = True
 
 
-# -- names, types, texts and defaults -------------------------------------------------------------
+# -- names, types, texts and defaults --
 
 
 def option_names(options: type) -> tuple[str, ...]:
@@ -526,7 +526,7 @@ def _read_rules(given: OpRules | Mapping[str, Any] | str | Path | None) -> OpRul
         raise OptionError(option="rules", value=given, allowed=allowed, text=msg) from error
 
 
-# -- environment variables -----------------------------------------------------------------------
+# -- environment variables -------------
 
 PREFIX: Final = "AMP_PLUGIN_"
 CONFIG: Final = "AMP_PLUGIN_CONFIG"
@@ -550,7 +550,7 @@ def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-# -- constructors --------------------------------------------------------------------------------
+# -- constructors ----------------------
 
 
 def takes(
@@ -640,7 +640,7 @@ def bind(owner: str, signature: inspect.Signature, /, *args: Any, **kwargs: Any)
         raise TypeError(msg) from None
 
 
-# -- checks --------------------------------------------------------------------------------------
+# -- checks ----------------------------
 
 
 def checked_option(name: str, value: Any, wanted: Any) -> Any:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 Config = TypeVar("Config", bound="RecipeConfig")
 Result = TypeVar("Result")
 
-# -- config keys that recipes share ----------------------------------------------------------------
+# -- config keys that recipes share ----
 
 
 class ConfigError(ValueError):
@@ -152,7 +152,7 @@ class RecipeConfig:
         torch.manual_seed(self.seed)
 
 
-# -- the dataset of digits, and a classifier for it -------------------------------------------------
+# -- digits and a classifier -----------
 
 CLASSES = 10
 TRAINING_IMAGES = 1257  # the data set has 1797 images
@@ -293,7 +293,7 @@ class DigitsNet(nn.Module):
         return self.classifier(self.features(images))
 
 
-# -- a character GPT ---------------------------------------------------------------------------------
+# -- a character GPT -------------------
 
 
 class Block(nn.Module):
@@ -332,7 +332,7 @@ class CharGPT(nn.Module):
         return self.head(self.blocks(self.character(text) + self.position(places)))
 
 
-# -- GAN: a generator and a critic for images of digits ------------------------------------------------
+# -- a GAN -----------------------------
 
 PIXELS = 64
 
@@ -400,7 +400,7 @@ def draw_samples(
     record.results["samples read as the digit asked for"] = Share((read == asked.numpy()).mean())
 
 
-# -- the record of a run: its table and its plots ----------------------------------------------------
+# -- the record of a run ---------------
 
 
 class Share(float):
@@ -694,7 +694,7 @@ def _write(figure: Figure, path: Path) -> None:
     plt.close(figure)
 
 
-# -- several processes, and Lightning without its messages ----------------------------------------------
+# -- processes and messages ------------
 
 
 def on_ranks(function: Callable[[Config], Result], config: Config, processes: int) -> Result:

@@ -101,7 +101,7 @@ class IgnitePrecision(EntryPoint):
         """The ``amp_plugin.GradScaler`` in fp16, otherwise None."""
         return self.session.shown_scaler
 
-    # -- engines ---------------------------------------------------------------------------------
+    # -- engines ---------------------------
 
     def create_supervised_trainer(
         self,
@@ -182,7 +182,7 @@ class IgnitePrecision(EntryPoint):
         self.session.end(warn=warn_user)
         self.step_log.unsubscribe(self._count)
 
-    # -- one step --------------------------------------------------------------------------------
+    # -- one step --------------------------
 
     def model_fn(self, model: nn.Module, x: Any) -> Any:
         """Run a model in the precision of its mode, ``train()`` or ``eval()``.
@@ -224,7 +224,7 @@ class IgnitePrecision(EntryPoint):
         """
         return self.session.step_scheduler(scheduler, *args)
 
-    # -- checkpoints -----------------------------------------------------------------------------
+    # -- checkpoints -----------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale, with torch's keys. It is empty if no loss is scaled."""

@@ -150,7 +150,7 @@ class Session:
         if self._scaler is not None:
             self._follow_log()
 
-    # -- settings from the options ----------------------------------------------------------------
+    # -- settings from the options ---------
 
     @property
     def eval_precision(self) -> PrecisionName:
@@ -222,7 +222,7 @@ class Session:
                 emulate=self.options.emulate,
             )
 
-    # -- beginning and end -----------------------------------------------------------------------
+    # -- beginning and end -----------------
 
     def begin(
         self,
@@ -307,7 +307,7 @@ class Session:
         while self.models:
             restore_weights(self.models.popitem()[0])
 
-    # -- weights ---------------------------------------------------------------------------------
+    # -- weights ---------------------------
 
     @property
     def are_all_stored(self) -> bool:
@@ -376,7 +376,7 @@ class Session:
             add_optimizer(optimizer, self.options.state)
         register(self.scaler, own, named)
 
-    # -- models that are sharded -----------------------------------------------------------------
+    # -- models that are sharded -----------
 
     def check_sharded(self) -> None:
         """Raise OptionError if the model is sharded by FSDP, and evaluation has its own precision."""
@@ -401,7 +401,7 @@ class Session:
                 f"gradients are reduced in the dtype of the weights; for DDP use {self.words.reduce}"
             )
 
-    # -- the scaler ------------------------------------------------------------------------------
+    # -- the scaler ------------------------
 
     @property
     def scaler(self) -> GradScaler:
@@ -479,7 +479,7 @@ class Session:
         if step.in_a_row == self._max_skips:
             raise endless_skips(step, self.words, self.growth)
 
-    # -- one step --------------------------------------------------------------------------------
+    # -- one step --------------------------
 
     def region(self, precision: str | None = None, *, cache_enabled: bool | None = None) -> torch.autocast:
         """Return a new autocast region, by default for the training precision.
@@ -567,7 +567,7 @@ class Session:
         norms = {name.format(place): result.norm for place, result in new.items() if result.norm is not None}
         return norms if new else None
 
-    # -- state and run page ----------------------------------------------------------------------
+    # -- state and run page ----------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale, with torch's keys.

@@ -412,7 +412,7 @@ def _finder(names: Collection[str], act: Callable[[ModuleType], None]) -> Any:
     return finder
 
 
-# -- processes that a program starts --------------------------------------------------------------
+# -- processes that a program starts ---
 
 _BOUND: Final[list[Takeover]] = []  # the takeover of the whole process
 

@@ -137,7 +137,7 @@ class ModuleWatch:
         self._hooks.open()
         self._open.callback(self._hooks.close)
 
-    # -- on the device -----------------------------------------------------------------------
+    # -- on the device ---------------------
 
     def _measure(self, name: str, module: nn.Module, given: Any, made: Any) -> None:
         with only_warning("the watch of modules", self.close):
@@ -181,7 +181,7 @@ class ModuleWatch:
                         low, high = torch.aminmax(local)  # on a CPU ten times as fast as a norm
                         self._numbers.append((name, what, torch.maximum(high, low.neg())))
 
-    # -- on the CPU --------------------------------------------------------------------------
+    # -- on the CPU ------------------------
 
     def _found(self) -> FirstModules:
         """Read the magnitudes of this step, with a host sync, and say where the first nan or inf was."""

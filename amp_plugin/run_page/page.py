@@ -81,7 +81,7 @@ def render(
     return text
 
 
-# -- in words -----------------------
+# -- in words --------------------------
 
 
 def in_short(history: History, nearest: list[str], unseen: list[str], diagnose: str) -> dict[str, list[str]]:

@@ -189,7 +189,7 @@ def _finite(number: torch.Tensor | float | None) -> float | None:
     return None if number is None or not math.isfinite(number) else float(number)
 
 
-# -- the file -------------------------------------------------------------------------------------
+# -- the file --------------------------
 
 _open_files: dict[Path, RotatingFileHandler] = {}
 """The handler of each path. Two handlers of one file would rotate it twice."""

@@ -155,7 +155,7 @@ def _refuse_misfits(
         raise ValueError(msg)
 
 
-# -- FullyShardedDataParallel (FSDP1) --------------------------------------------------------------
+# -- FullyShardedDataParallel (FSDP1) --
 
 
 def fsdp1_policy(plan: DtypePlan) -> fsdp.MixedPrecision:

@@ -166,7 +166,7 @@ def _unit(
     )
 
 
-# -- reports of dtypes -----------------------------------------------------------------------------
+# -- reports of dtypes -----------------
 
 
 @dataclass(kw_only=True, slots=True)
@@ -324,7 +324,7 @@ def _dtypes(values: Any) -> Dtypes:
     return tuple(value.dtype for value in tree_leaves(values) if isinstance(value, Tensor))
 
 
-# -- check against a plan --------------------------------------------------------------------------
+# -- check against a plan --------------
 
 _SET: Final = {
     "fsdp2": "MixedPrecisionPolicy(reduce_dtype=torch.float32), or amp_plugin.fully_shard(model, plan)",

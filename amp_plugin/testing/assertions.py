@@ -63,7 +63,6 @@ class _Apart:
 class _Origin:
     """The first op whose result exceeds its tolerance."""
 
-    excess: float  # difference divided by tolerance
     op: str
     module: str
     line: str
@@ -116,7 +115,6 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
         if apart > self._allowed(explained) and result.numel() > 1:
             site = call.site
             self.origin = _Origin(
-                excess=apart / self._allowed(explained),
                 op=call.traits.name,
                 module=site.module,
                 line=str(site.place or ""),

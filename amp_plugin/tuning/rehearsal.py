@@ -242,7 +242,7 @@ layers_in_bf16:
 """
 
 
-# -- the layers of a program -------------------------
+# -- the layers of a program -----------
 
 
 @contextmanager
@@ -348,7 +348,7 @@ def _relative(rounded: Tensor, exact: Tensor) -> float:
     return float((rounded.double() - exact.double()).norm() / norm) if norm else 0.0
 
 
-# -- the search --------------------------------------
+# -- the search ------------------------
 
 
 def rehearse(

@@ -113,7 +113,7 @@ class CompressedState(DecodedTensor):
 _COPIES: Final = {getattr(torch.ops.aten, op).default for op in ("detach", "clone", "_to_copy")}
 
 
-# -- which parameters ---------------------------------------------------------------------------------
+# -- which parameters ------------------
 
 
 def ask_for(params: Iterable[Tensor], form: str) -> None:
@@ -130,7 +130,7 @@ def asked_for(param: Tensor) -> str | None:
     return vars(param).get(_ATTRIBUTE)
 
 
-# -- an optimizer's state ------------------------------------------------------------------------------
+# -- an optimizer's state --------------
 
 
 def bytes_of(values: Any) -> int:
@@ -206,7 +206,7 @@ def decompress(state: Mapping[Any, Any]) -> None:
             entry.update({name: _decoded(value) for name, value in entry.items()})
 
 
-# -- state dicts ---------------------------------------------------------------------------------------
+# -- state dicts -----------------------
 
 
 def packed(state: Mapping[Any, Any]) -> Any:

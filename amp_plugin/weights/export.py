@@ -95,7 +95,7 @@ def export(
     )
 
 
-# -- reading -------------------------------------------------------------------------------------------
+# -- reading ---------------------------
 
 
 def _read(source: Path, key: str, *, trust: bool) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]:
@@ -202,7 +202,7 @@ def _is_state_dict(value: object) -> bool:
     return isinstance(value, Mapping) and any(isinstance(entry, Tensor) for entry in value.values())
 
 
-# -- writing -------------------------------------------------------------------------------------------
+# -- writing ---------------------------
 
 
 def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) -> int:

@@ -108,7 +108,7 @@ class StoredShard(DecodedTensor):
     def _of_parts(self, half: Tensor, kept: Tensor | None = None) -> StoredShard:
         return StoredShard(half, half.new_empty(0) if kept is None else kept, self.form, self.seed)
 
-    # -- hooks that FSDP2 calls around an all-gather, as for torchao's float8 weights --------
+    # -- hooks for FSDP2's all-gather ------
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any

@@ -202,7 +202,7 @@ def is_stored(model: nn.Module) -> bool:
     return bool(stored_params(model.parameters()))
 
 
-# -- which weights -----------------------------------------------------------------------------------
+# -- which weights ---------------------
 
 _PROJECTIONS: Final = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 # Maps module classes to the names of weights that autocast always casts, on every device.
@@ -306,7 +306,7 @@ def _refuse_unfit_shards(
         raise ValueError(msg)
 
 
-# -- models that come in 16 bits ---------------------------------------------------------------------
+# -- models that come in 16 bits -------
 
 
 def convert_to_fp32(model: nn.Module) -> str:

@@ -189,7 +189,7 @@ def is_unstored_half(param: Tensor) -> bool:
     return param.dtype in HALVES and stored_weight(param) is None
 
 
-# -- storing and restoring ---------------------------------------------------------------------------
+# -- storing and restoring -------------
 
 
 @torch.no_grad()
@@ -256,7 +256,7 @@ def widen_(param: Tensor) -> None:
     param.grad = None if grad is None else grad.float()
 
 
-# -- reading -----------------------------------------------------------------------------------------
+# -- reading ---------------------------
 
 
 @torch.no_grad()
@@ -354,7 +354,7 @@ def _settled_shard(param: Tensor, weight: StoredWeight) -> StoredWeight:
     return weight
 
 
-# -- showing and hiding ------------------------------------------------------------------------------
+# -- showing and hiding ----------------
 
 
 @torch.inference_mode(mode=False)
@@ -428,7 +428,7 @@ def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
         param.grad = grad.float() if param.grad is None else param.grad + grad.float()
 
 
-# -- float32 copies in state dicts, for saving and loading --------------------------------------
+# -- float32 state dicts ---------------
 
 
 def export_fp32(model: nn.Module) -> None:

@@ -202,7 +202,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
     def _is_fsdp1(self) -> bool:
         return self.distributed_type == DistributedType.FSDP and not self.is_fsdp2
 
-    # -- preparing -------------------------------------------------------------------------------
+    # -- preparing -------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare objects as Accelerator does, and tell the scaler the names of the parameters."""
@@ -339,7 +339,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
             restore_weights(inner)
         return inner
 
-    # -- forward and backward --------------------------------------------------------------------
+    # -- forward and backward --------------
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
@@ -376,7 +376,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         if self.sync_gradients:
             self._scaler.end_iteration()
 
-    # -- gradients -------------------------------------------------------------------------------
+    # -- gradients -------------------------
 
     @outside_graphs
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
@@ -431,7 +431,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         elif self.sync_gradients:
             self._scaler.clip_grad_value_(params, clip_value)
 
-    # -- results of steps ------------------------------------------------------------------------
+    # -- results of steps ------------------
 
     def amp_metrics(self) -> dict[str, float | int]:
         """Return ``loss_scale`` and ``skipped_steps`` for ``accelerator.log``. The host waits for the device.
@@ -467,7 +467,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
             del metrics["loss_scale"]
         return metrics
 
-    # -- checkpoints and the end -----------------------------------------------------------------
+    # -- checkpoints and the end -----------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save as Accelerator does. Steps by which Accelerator creates optimizer state bypass the scaler."""

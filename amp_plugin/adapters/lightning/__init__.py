@@ -58,7 +58,7 @@ def __getattr__(name: str) -> Any:
     return getattr(classes_for("pytorch_lightning" if other else "lightning"), name)
 
 
-# -- plugins instead of Lightning's own, for precision="16-mixed" under amp-plugin run ----------------
+# -- under amp-plugin run --------------
 
 _TRAINER: Final = ("Trainer", "_AcceleratorConnector", "_precision_flag", "_precision_plugin_flag")
 _FABRIC: Final = ("Fabric", "_Connector", "_precision_input", "_precision_instance")

@@ -65,7 +65,7 @@ class FabricPrecision(PrecisionCore):
         super().__init__(**given)
         self._groups: dict[str, Any] = {}
 
-    # -- set-up -------------------------------------------------------------------------------
+    # -- set-up ----------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Make ``fp32_modules`` compute in fp32, and make replicas of DataParallel run under autocast."""
@@ -85,7 +85,7 @@ class FabricPrecision(PrecisionCore):
         """Register an optimizer with the scaler, which must know its gradients before its first step."""
         self.session.add([], [optimizer], list(self.session.models))
 
-    # -- forward ------------------------------------------------------------------------------
+    # -- forward ---------------------------
 
     def convert_output(self, data: Any) -> Any:
         """Convert fp16 and bf16 outputs to fp32, for losses outside the module. Other outputs stay."""
@@ -93,7 +93,7 @@ class FabricPrecision(PrecisionCore):
             return data
         return apply_to_collection(data, Tensor, lambda t: t.float() if t.dtype in HALVES else t)
 
-    # -- backward and step --------------------------------------------------------------------
+    # -- backward and step -----------------
 
     @outside_graphs
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:

@@ -142,7 +142,7 @@ class PrecisionCore(EntryPoint):
         """
         return self._scaler.loss_scale.value
 
-    # -- starting and ending ------------------------------------------------------------------
+    # -- starting and ending ---------------
 
     def _refuse_strategy(self, strategy: object) -> None:
         """Raise TypeError if a strategy does mixed precision itself."""
@@ -188,7 +188,7 @@ class PrecisionCore(EntryPoint):
 
     module_init_context = tensor_init_context
 
-    # -- regions ------------------------------------------------------------------------------
+    # -- regions ---------------------------
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Run a forward in the training precision."""
@@ -204,7 +204,7 @@ class PrecisionCore(EntryPoint):
             raise RuntimeError(msg)
         return self.session.region(cache_enabled=self.shares_casts)
 
-    # -- steps --------------------------------------------------------------------------------
+    # -- steps -----------------------------
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
         """Step a scheduler unless its optimizer's step was skipped.
@@ -240,7 +240,7 @@ class PrecisionCore(EntryPoint):
         """
         return self.session.attempted_steps - self.skipped_steps
 
-    # -- checkpoints --------------------------------------------------------------------------
+    # -- checkpoints -----------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale, with torch's keys. It is empty if no loss is scaled."""

@@ -116,7 +116,7 @@ class TrainerPrecision(PrecisionCore):
     def _is_manual(self) -> bool:
         return self._trainer is not None and not self._trainer.lightning_module.automatic_optimization
 
-    # -- set-up -------------------------------------------------------------------------------
+    # -- set-up ----------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Reject strategies that do mixed precision themselves. Make ``fp32_modules`` compute in fp32."""
@@ -174,7 +174,7 @@ class TrainerPrecision(PrecisionCore):
         """Whether gradient norms are measured even if nothing is clipped."""
         return self.session.measures_norms
 
-    # -- the autocast region ------------------------------------------------------------------
+    # -- the autocast region ---------------
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
@@ -200,7 +200,7 @@ class TrainerPrecision(PrecisionCore):
     def _is_in_region(self) -> bool:
         return bool(self.device) and torch.is_autocast_enabled(self.device)
 
-    # -- backward -----------------------------------------------------------------------------
+    # -- backward --------------------------
 
     @outside_graphs
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
@@ -221,7 +221,7 @@ class TrainerPrecision(PrecisionCore):
             loss: Tensor = self._plain.post_backward(self, tensor, module)
             return loss
 
-    # -- step ---------------------------------------------------------------------------------
+    # -- step ------------------------------
 
     @outside_graphs
     def optimizer_step(
@@ -300,7 +300,7 @@ class TrainerPrecision(PrecisionCore):
         self._after_closure(model, optimizer)
         return result
 
-    # -- clipping -----------------------------------------------------------------------------
+    # -- clipping --------------------------
 
     def _clip_gradients(self, model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Clip as Lightning does, unless the optimizer step itself clips."""
@@ -347,7 +347,7 @@ class TrainerPrecision(PrecisionCore):
         """The framework's base class Precision, whose hooks do not scale."""
         return self.package.plugins.Precision
 
-    # -- checkpoints, which Lightning's own plugins can also read --------------------------------------------
+    # -- checkpoints -----------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the state under the key of Lightning's own plugin, which can then load the checkpoint."""
