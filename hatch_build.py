@@ -1,7 +1,7 @@
-"""Put compiled native cores into the wheel, if AMP_PLUGIN_BUNDLE names their folder.
+"""Add compiled native cores to the wheel if AMP_PLUGIN_BUNDLE names their folder.
 
 `make wheels` sets this variable. An editable installation gets its own copy of amp_plugin_autoload.py,
-because `import torch` loads that file in every program, even after the checkout was moved or deleted.
+because `import torch` loads that file in every program, even if the checkout has been moved or deleted.
 """
 
 from __future__ import annotations

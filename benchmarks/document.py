@@ -60,5 +60,5 @@ def filled(pages: Mapping[Path, str], blocks: Mapping[str, str]) -> dict[Path, s
             msg = f"no page has a place for the figures of {key!r}; add the lines {begin} and {end} to one"
             raise ValueError(msg)
         for page in places:
-            texts[page] = pattern.sub(lambda _, whole=f"{begin}\n{block}\n{end}": whole, texts[page])
+            texts[page] = pattern.sub(lambda _, whole=f"{begin}\n{block}\n\n{end}": whole, texts[page])
     return texts

@@ -107,9 +107,10 @@ def caption(report: Report, record: SectionRecord) -> str:
     count = f"{record.threads} thread{'' if record.threads == 1 else 's'}"
     rounds = sorted({outcome.rounds for outcome in record.outcomes})
     span = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
-    taken = f"Measured with {count} and torch {report.torch} on {record.date}"
-    figure = f"Each figure is the median of {span} round{'' if span == '1' else 's'} ({record.timing})"
-    return f"*{taken}. Machine: {report.machine} ({report.details}). {figure}.*"
+    figure = "comes from one round" if span == "1" else f"is the median of {span} rounds"
+    taken = f"measured on {record.date} with torch {report.torch} and {count}"
+    machine = f"{report.machine} ({report.details})"
+    return f"*Each figure {figure} ({record.timing}), {taken}. Machine: {machine}.*"
 
 
 def section(report: Report, key: str, figures: Sequence[str] = ()) -> str:

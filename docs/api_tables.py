@@ -28,7 +28,7 @@ from amp_plugin.options import (
 REFERENCE = Path(__file__).parent / "reference"
 PAGE = REFERENCE / "api.md"
 OPTIONS_PAGE = REFERENCE / "options.md"
-# Maps the name of a table to the class whose options it lists, and to a base class (or None).
+# Maps the name of each table to the class whose options it lists and to a base class (or None).
 # Options inherited from the base class are left out, because that class has its own table.
 OPTION_TABLES: dict[str, tuple[type, type | None]] = {
     "loss scale": (LossScaleOptions, None),
@@ -44,12 +44,12 @@ _IS_MARKUP = re.compile(r":\w+:`~?([^`]+)`")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Turn the HTML comments that name API entries into mkdocstrings directives; called by mkdocs."""
+    """Turn the HTML comments that name API entries into mkdocstrings directives (a hook of mkdocs)."""
     return _ENTRY.sub(r"\n::: \1\n", markdown)
 
 
 def with_tables(page: str) -> str:
-    """Return the API page with the table of names under each heading made again."""
+    """Return the API page with the table of names under each heading regenerated."""
     first, *parts = _SECTION.split(page)
     sections = zip(parts[::2], parts[1::2], strict=True)
     return first + "".join(f"{heading}\n\n{_table(text)}\n\n{text}" for heading, text in sections)
@@ -67,14 +67,14 @@ def _imported_as(entry: str) -> str:
 
 
 def _meaning(entry: str) -> str:
-    """Return the first paragraph of an entry's docstring, as the cell of a Markdown table."""
+    """Return the first paragraph of an entry's docstring as a Markdown table cell."""
     module, _, name = entry.rpartition(".")
     paragraph = (inspect.getdoc(getattr(importlib.import_module(module), name)) or "").partition("\n\n")[0]
     return _IS_MARKUP.sub(r"`\1`", _as_cell(paragraph))
 
 
 def with_options(page: str) -> str:
-    """Return the page of options with each table between ``begin NAME`` and ``end NAME`` made again."""
+    """Return the options page with each table between ``begin NAME`` and ``end NAME`` regenerated."""
     for name, (options, without) in OPTION_TABLES.items():
         before, rest = page.split(f"<!-- begin {name} -->")
         after = rest.split(f"<!-- end {name} -->")[1]
@@ -95,7 +95,7 @@ def _option_table(options: type, without: type | None) -> str:
 
 
 def _as_cell(text: str) -> str:
-    """Return a docstring's text as the cell of a Markdown table."""
+    """Return a docstring's text as a Markdown table cell."""
     return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
 
 

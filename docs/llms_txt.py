@@ -21,7 +21,7 @@ _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
 def llms_txt() -> str:
-    """Return the text that llms.txt should have.
+    """Return the text of llms.txt.
 
     Returns:
         The project's name and summary, links to AGENTS.md and ARCHITECTURE.md, and a section for each part of
@@ -40,12 +40,15 @@ def llms_txt() -> str:
             parts["Overview"] += _lines(title, below)
         else:
             parts[title] = _lines(title, below)
-    sections = (f"## {title}\n\n" + "\n".join(lines) for title, lines in parts.items())
-    return f"# {site['site_name']}\n\n> {site['site_description']}\n\n" + "\n\n".join(sections) + "\n"
+    blocks = [f"# {site['site_name']}"]
+    blocks.append(f"> {site['site_description']}")
+    for title, lines in parts.items():
+        blocks += [f"## {title}", "\n".join(lines)]
+    return "\n\n".join(blocks) + "\n"
 
 
 def _lines(title: str, below: str | list[dict[str, Any]]) -> list[str]:
-    """Return one line of llms.txt for a page, or for each page below a menu entry."""
+    """Return the lines of llms.txt for one page, or for all pages below a menu entry."""
     if isinstance(below, list):
         return [line for entry in below for named in entry.items() for line in _lines(*named)]
     path = ROOT / "docs" / below

@@ -17,7 +17,7 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add a page and its pictures for each notebook. The site also keeps the notebook, for downloads."""
+    """Add a page and its pictures for each notebook. The notebook itself stays on the site for download."""
     for notebook in sorted(DOCS.rglob("*.ipynb")):
         folder = notebook.parent.relative_to(DOCS)
         text, pictures = page(json.loads(notebook.read_text(encoding="utf-8")), notebook.stem)
@@ -33,7 +33,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def page(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
-    """Return the page of a notebook as Markdown, and a dict from the path of each picture to its PNG bytes.
+    """Return a notebook's page as Markdown, and a dict from the path of each picture to its PNG bytes.
 
     Args:
         notebook: The content of a notebook of format 4.
@@ -58,7 +58,7 @@ def page(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
 
 
 def outputs(cell: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each output of a code cell, as ``("text", printed text)`` or ``("png", base64 string)``."""
+    """Yield each output of a code cell as ``("text", printed text)`` or ``("png", base64 string)``."""
     for output in cell["outputs"]:
         data = output.get("data", {})
         if "image/png" in data:

@@ -19,7 +19,8 @@ _TO_DOCS = re.compile(r"\]\(docs/")
 def on_files(files: Files, *, config: Any) -> Files:
     """Add a page with the source code of each recipe, and a page for ARCHITECTURE.md."""
     for program in sorted(RECIPES.glob("*.py")):
-        text = f"# recipes/{program.name}\n\n```python\n{program.read_text()}```\n"
+        title = f"# recipes/{program.name}"
+        text = f"{title}\n\n```python\n{program.read_text()}```\n"
         files.append(File.generated(config, f"recipes/{program.stem}.md", content=text))
     text = _TO_DOCS.sub("](", ARCHITECTURE.read_text(encoding="utf-8"))
     files.append(File.generated(config, "architecture.md", content=text))
@@ -27,5 +28,5 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Change links to recipes and to ARCHITECTURE.md into links to their pages."""
+    """Point links to recipes and to ARCHITECTURE.md at their pages on the site."""
     return _TO_ARCHITECTURE.sub(r"](\1architecture.md)", _TO_RECIPE.sub(r"](\1recipes/\2.md)", markdown))

@@ -16,7 +16,7 @@ def test_blocks_go_between_their_markers():
     once = filled(pages, {"cpu a": "new \\1"})
     assert once == {
         ONE: "prose\n",
-        OTHER: "prose\n<!-- begin cpu a -->\nnew \\1\n<!-- end cpu a -->\nmore\n",
+        OTHER: "prose\n<!-- begin cpu a -->\nnew \\1\n\n<!-- end cpu a -->\nmore\n",
     }
     assert filled(once, {"cpu a": "new \\1"}) == once
 

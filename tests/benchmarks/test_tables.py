@@ -90,8 +90,8 @@ def test_a_section_shows_losses_and_missed_promises_in_bold(report):
 
 ![figure](images/x.svg)
 
-*Measured with 1 thread and torch 2.13.0+cpu on 2026-01-02. Machine: Some CPU, 2 cores (AVX2). Each figure is \
-the median of 3 rounds (CPU time).*"""
+*Each figure is the median of 3 rounds (CPU time), measured on 2026-01-02 with torch 2.13.0+cpu and 1 thread. \
+Machine: Some CPU, 2 cores (AVX2).*"""
     )
 
 
