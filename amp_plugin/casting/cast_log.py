@@ -218,23 +218,24 @@ class CastLog:
         """Take records out of the native log, while the tensors to which they refer are alive."""
         self._collected.extend(map(self._cast, KERNELS.native.take_cast_log()))
 
-    def _cast(self, logged: Any) -> Cast:
-        parameter = self._parameters.get(logged.tensor, "")
-        kind: Kind = "weight" if parameter or logged.is_weight else "activation"
-        if not parameter and logged.tensor in self._inputs:
+    def _cast(self, logged: tuple[Any, ...]) -> Cast:
+        op, device, before, after, argument, elements, moved, cached, is_weight, scope, tensor = logged
+        parameter = self._parameters.get(tensor, "")
+        kind: Kind = "weight" if parameter or is_weight else "activation"
+        if not parameter and tensor in self._inputs:
             kind = "input"
         return Cast(
-            module=self._paths[logged.scope] if logged.scope != _OUTSIDE else "",
-            op=logged.op,
-            argument=argument_names(logged.op)[logged.argument],
+            module=self._paths[scope] if scope != _OUTSIDE else "",
+            op=op,
+            argument=argument_names(op)[argument],
             kind=kind,
             parameter=parameter,
-            device=logged.device,
-            before=getattr(torch, logged.before.lower()),
-            after=getattr(torch, logged.after.lower()),
-            elements=logged.elements,
-            bytes=logged.bytes,
-            cached=logged.cached,
+            device=device,
+            before=before,
+            after=after,
+            elements=elements,
+            bytes=moved,
+            cached=cached,
         )
 
     def records(self) -> list[Cast]:

@@ -265,7 +265,6 @@ class TestTorchIsLeftAlone:
         for change, ours in ((uninstall_kernels, False), (KERNELS.install, True)):
             change()
             assert ("amp_plugin" in torch._C._dispatch_dump("aten::mm")) is ours
-            assert ("aten::mm" in native_core().extension.installed("cpu")) is ours
             model.zero_grad()
             with torch.autocast("cpu"):
                 loss = torch.nn.functional.mse_loss(model(x), torch.zeros(4, 2))

@@ -45,19 +45,11 @@ void log_cast(
   const auto bytes = static_cast<int64_t>(c10::elementSize(before) + c10::elementSize(to)) * elements;
   auto& log = the_log();
   const std::lock_guard lock(log.mutex);
-  log.casts.push_back({
-      .op = op.name + "." + (op.overload_name.empty() ? "default" : op.overload_name),
-      .device = c10::DeviceTypeName(from.device().type(), /*lower_case=*/true),
-      .before = c10::toString(before),
-      .after = c10::toString(to),
-      .argument = static_cast<int64_t>(argument),
-      .elements = elements,
-      .bytes = cached ? 0 : bytes,
-      .cached = cached,
-      .is_weight = from.is_leaf() && from.requires_grad(),
-      .scope = log_scope,
-      .tensor = reinterpret_cast<uintptr_t>(from.unsafeGetTensorImpl()),
-  });
+  log.casts.emplace_back(
+      op.name + "." + (op.overload_name.empty() ? "default" : op.overload_name),
+      c10::DeviceTypeName(from.device().type(), /*lower_case=*/true), before, to, argument, elements,
+      cached ? 0 : bytes, cached, from.is_leaf() && from.requires_grad(), log_scope,
+      reinterpret_cast<uintptr_t>(from.unsafeGetTensorImpl()));
 }
 
 bool was_logged(const at::Tensor& cast) {

@@ -7,23 +7,17 @@
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace amp_plugin {
 
-struct LoggedCast {
-  std::string op;
-  std::string device;
-  std::string before;  // dtype before the cast
-  std::string after;
-  int64_t argument;
-  int64_t elements;
-  int64_t bytes;
-  bool cached;
-  bool is_weight;
-  int64_t scope;
-  uintptr_t tensor;  // address of the TensorImpl
-};
+// A cast, in the order of the fields: op, device, dtype before, dtype after, position of the argument, number
+// of elements, bytes moved, whether it came from a cache, whether the tensor is a leaf that requires grad,
+// the scope number, and the address of the TensorImpl.
+using LoggedCast = std::tuple<
+    std::string, std::string, c10::ScalarType, c10::ScalarType, int64_t, int64_t, int64_t, bool, bool,
+    int64_t, uintptr_t>;
 
 extern std::atomic<bool> cast_log_on;
 

@@ -16,7 +16,4 @@ void set_rules(
 // Removes our kernels, so that every op has torch's autocast kernel again.
 void uninstall();
 
-// The ops of a device that have one of our kernels.
-std::vector<std::string> installed(const std::string& device);
-
 }  // namespace amp_plugin

@@ -4,6 +4,7 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <array>
 
@@ -113,23 +114,10 @@ PYBIND11_MODULE(_region, module) {
   module.def("set_default_rules", [](int device, int rules) { set_default_rules(device_of(device), rules); });
   module.def("set_rules", set_rules);
   module.def("uninstall", uninstall);
-  module.def("installed", installed);
   module.def("forget_casts", forget_all_casts);
   module.def("kept_cast_count", kept_cast_count);
   module.def("never_keep", never_keep);
   module.attr("MAX_RULE_SETS") = kMaxRuleSets;
-  py::class_<LoggedCast>(module, "LoggedCast")
-      .def_readonly("op", &LoggedCast::op)
-      .def_readonly("device", &LoggedCast::device)
-      .def_readonly("before", &LoggedCast::before)
-      .def_readonly("after", &LoggedCast::after)
-      .def_readonly("argument", &LoggedCast::argument)
-      .def_readonly("elements", &LoggedCast::elements)
-      .def_readonly("bytes", &LoggedCast::bytes)
-      .def_readonly("cached", &LoggedCast::cached)
-      .def_readonly("is_weight", &LoggedCast::is_weight)
-      .def_readonly("scope", &LoggedCast::scope)
-      .def_readonly("tensor", &LoggedCast::tensor);
   module.def("log_casts", log_casts);
   module.def("set_log_scope", set_log_scope);
   module.def("take_cast_log", take_cast_log);
