@@ -7,12 +7,10 @@
 namespace amp_plugin::rules {
 
 template <bool amsgrad>
-struct Adam;
-
-template <>
-struct Adam<false> : Counted {
+struct Adam : Counted {
   enum Numbers { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kDecoupled, kMaximize, kNumbers };
-  using States = StateList<kSigned, kSquare>;  // exp_avg, exp_avg_sq
+  // exp_avg, exp_avg_sq, and with amsgrad max_exp_avg_sq
+  using States = Select<amsgrad, StateList<kSigned, kSquare, kSecondSquare>, StateList<kSigned, kSquare>>;
 
   Adam() = default;
   Adam(const double* numbers, const double* counters)
@@ -28,23 +26,13 @@ struct Adam<false> : Counted {
 
   template <typename Real>
   Real operator()(Real param, Real grad, Real* states) const {
-    move(param, grad, states);
-    return stepped(param, states[0], states[1]);
-  }
-
- protected:
-  // Updates the moments, and applies decoupled weight decay to the parameter.
-  template <typename Real>
-  void move(Real& param, Real grad, Real* states) const {
     grad = gradient.of(param, grad);
     param = shrinks.of(param * Real(kept), param);
     states[0] = first.of(states[0], grad);
     states[1] = multiply_add(Real(square) * grad, grad, states[1] * Real(beta2));
-  }
-
-  template <typename Real>
-  Real stepped(const Real& param, const Real& exp_avg, const Real& square) const {
-    return param + Real(step_size) * exp_avg / (correction.divide(root(square)) + Real(eps));
+    if constexpr (amsgrad) states[2] = larger(magnitude(states[2]), magnitude(states[1]));
+    const Real& second = states[amsgrad ? 2 : 1];
+    return param + Real(step_size) * states[0] / (correction.divide(root(second)) + Real(eps));
   }
 
  private:
@@ -54,19 +42,6 @@ struct Adam<false> : Counted {
   Lerp first;
   float beta2, square, eps, step_size;
   Divisor correction;
-};
-
-template <>
-struct Adam<true> : Adam<false> {
-  using States = StateList<kSigned, kSquare, kSecondSquare>;  // and max_exp_avg_sq
-  using Adam<false>::Adam;
-
-  template <typename Real>
-  Real operator()(Real param, Real grad, Real* states) const {
-    move(param, grad, states);
-    states[2] = larger(magnitude(states[2]), magnitude(states[1]));
-    return stepped(param, states[0], states[2]);
-  }
 };
 
 }  // namespace amp_plugin::rules

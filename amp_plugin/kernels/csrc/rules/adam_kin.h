@@ -7,24 +7,23 @@
 namespace amp_plugin::rules {
 
 // The part that NAdam and RAdam share: weight decay and the update of the moments.
-struct Moments {
-  Gradient gradient;
-  Choice shrinks;
-  float kept;
-  Lerp first;
-  float beta2, square, eps;
+struct Moments : Counted {
+  enum Numbers { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kDecoupled, kMaximize, kNumbers };
+  using States = StateList<kSigned, kSquare>;  // exp_avg, exp_avg_sq
 
   Moments() = default;
-  Moments(
-      double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize)
-      : gradient(maximize, weight_decay, !decoupled),
-        shrinks(weight_decay != 0 && decoupled),
-        kept(static_cast<float>(1 - lr * weight_decay)),
-        first(1 - beta1),
-        beta2(static_cast<float>(beta2)),
-        square(static_cast<float>(1 - beta2)),
-        eps(static_cast<float>(eps)) {}
+  explicit Moments(const double* numbers)
+      : Moments(numbers, numbers[kDecoupled] != 0, numbers[kMaximize] != 0) {}
+  Moments(const double* numbers, bool decoupled, bool maximize)
+      : gradient(maximize, numbers[kWeightDecay], !decoupled),
+        shrinks(numbers[kWeightDecay] != 0 && decoupled),
+        kept(static_cast<float>(1 - numbers[kLr] * numbers[kWeightDecay])),
+        first(1 - numbers[kBeta1]),
+        beta2(static_cast<float>(numbers[kBeta2])),
+        square(static_cast<float>(1 - numbers[kBeta2])),
+        eps(static_cast<float>(numbers[kEps])) {}
 
+ protected:
   template <typename Real>
   void move(Real& param, Real& grad, Real* states) const {
     grad = gradient.of(param, grad);
@@ -32,11 +31,16 @@ struct Moments {
     states[0] = first.of(states[0], grad);
     states[1] = multiply_add(Real(square) * grad, grad, states[1] * Real(beta2));
   }
+
+  Gradient gradient;
+  Choice shrinks;
+  float kept;
+  Lerp first;
+  float beta2, square, eps;
 };
 
-struct Nadam : Counted {
-  enum Numbers { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kDecoupled, kMaximize, kMomentumDecay, kNumbers };
-  using States = StateList<kSigned, kSquare>;  // exp_avg, exp_avg_sq
+struct Nadam : Moments {
+  enum More { kMomentumDecay = Moments::kNumbers, kNumbers };
   static constexpr unsigned kCounters = 2;  // steps, mu_product
 
   static double mu(const double* numbers, double step) {
@@ -48,10 +52,7 @@ struct Nadam : Counted {
 
   Nadam() = default;
   Nadam(const double* numbers, const double* counters)
-      : moments(
-            numbers[kLr], numbers[kBeta1], numbers[kBeta2], numbers[kEps], numbers[kWeightDecay],
-            numbers[kDecoupled] != 0, numbers[kMaximize] != 0),
-        correction(static_cast<float>(sqrt(1 - pow(numbers[kBeta2], counters[0])))) {
+      : Moments(numbers), correction(static_cast<float>(sqrt(1 - pow(numbers[kBeta2], counters[0])))) {
     const double now = mu(numbers, counters[0]), next = mu(numbers, counters[0] + 1);
     of_grad = static_cast<float>(-numbers[kLr] * (1 - now) / (1 - counters[1]));
     of_average = static_cast<float>(-numbers[kLr] * next / (1 - counters[1] * next));
@@ -59,27 +60,20 @@ struct Nadam : Counted {
 
   template <typename Real>
   Real operator()(Real param, Real grad, Real* states) const {
-    moments.move(param, grad, states);
-    const Real denominator = correction.divide(root(states[1])) + Real(moments.eps);
+    move(param, grad, states);
+    const Real denominator = correction.divide(root(states[1])) + Real(eps);
     param = param + Real(of_grad) * grad / denominator;
     return param + Real(of_average) * states[0] / denominator;
   }
 
  private:
-  Moments moments;
   Divisor correction;
   float of_grad, of_average;
 };
 
-struct Radam : Counted {
-  enum Numbers { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kDecoupled, kMaximize, kNumbers };
-  using States = StateList<kSigned, kSquare>;  // exp_avg, exp_avg_sq
-
+struct Radam : Moments {
   Radam() = default;
-  Radam(const double* numbers, const double* counters)
-      : moments(
-            numbers[kLr], numbers[kBeta1], numbers[kBeta2], numbers[kEps], numbers[kWeightDecay],
-            numbers[kDecoupled] != 0, numbers[kMaximize] != 0) {
+  Radam(const double* numbers, const double* counters) : Moments(numbers) {
     const double step = counters[0], power = pow(numbers[kBeta2], step), most = 2 / (1 - numbers[kBeta2]) - 1;
     const double length = most - 2 * step * power / (1 - power), lr = numbers[kLr];
     const double correction = 1 - pow(numbers[kBeta1], step);
@@ -92,13 +86,12 @@ struct Radam : Counted {
 
   template <typename Real>
   Real operator()(Real param, Real grad, Real* states) const {
-    moments.move(param, grad, states);
-    const Real factor = Real(1.0F) / adaptive.divide(root(states[1]) + Real(moments.eps)) + Real(plain);
+    move(param, grad, states);
+    const Real factor = Real(1.0F) / adaptive.divide(root(states[1]) + Real(eps)) + Real(plain);
     return multiply_add(states[0], factor, param);
   }
 
  private:
-  Moments moments;
   Divisor adaptive;
   float plain;
 };
