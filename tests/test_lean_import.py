@@ -124,7 +124,7 @@ scaler.step(optimizer)
 started += [str(hook) for hook in (*torchs._global_optimizer_pre_hooks.values(), *torchs._global_optimizer_post_hooks.values())]
 started += ["tag"] * bool(torch.compiler.config.cache_key_tag)
 started += [name for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU") if "amp_plugin" in name]
-started += ["core"] * hasattr(torch.ops.amp_plugin, "_cuda_kernels")
+started += ["core"] * hasattr(torch.ops.amp_plugin, "_cuda_uploads")
 """
 
 

@@ -10,7 +10,7 @@ import amp_plugin.kernels
 from amp_plugin.casting import compiled, installed_kernels
 from amp_plugin.kernels import reference
 from amp_plugin.kernels.build import native_core
-from amp_plugin.kernels.cuda import all_kernels, rule_names
+from amp_plugin.kernels.cuda import rule_names
 from amp_plugin.kernels.ops import HYSTERESIS_MODES
 
 KERNELS = Path(amp_plugin.kernels.__file__).parent
@@ -32,11 +32,9 @@ def enumerators(name: str, enum: str) -> list[str]:
 
 
 def test_hysteresis_modes():
-    in_cpp = dict(part.split(" = ") for part in enumerators("csrc/scaling_update.cpp", "HysteresisMode"))
+    in_cpp = dict(part.split(" = ") for part in enumerators("csrc/cuda_layout.h", "HysteresisMode"))
     numbers = {name.removeprefix("k").lower(): int(number) for name, number in in_cpp.items()}
     assert numbers == HYSTERESIS_MODES
-    assert constant("cuda/update_scale.cu", "kRestoreOnSuccess") == HYSTERESIS_MODES["apex"]
-    assert constant("cuda/update_scale.cu", "kNeverBelowOne") == HYSTERESIS_MODES["deepspeed"]
 
 
 def test_flag_bits():
@@ -45,13 +43,6 @@ def test_flag_bits():
         ("cuda/elements.cuh", "kHasInf", "kHasNan"),
     ]:
         assert (constant(file, inf), constant(file, nan)) == (reference.INF_FLAG, reference.NAN_FLAG)
-
-
-@pytest.mark.gpu
-@pytest.mark.native
-def test_the_list_of_cuda_kernels():
-    in_cpp = torch.ops.amp_plugin._cuda_kernels()
-    assert sorted(in_cpp) == sorted(kernel.title for kernel in all_kernels())
 
 
 @pytest.mark.native

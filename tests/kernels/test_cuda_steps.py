@@ -208,10 +208,12 @@ def test_many_tensors_in_one_launch(device):
 def test_a_counter_of_the_host_is_refused(device):
     params, grads, first, second, _, steps, _ = moved(adam_tensors(sizes=(5,)), device)
     with pytest.raises(
-        ValueError, match="a counter is .* on cpu; it must be one float32 or float64 on cuda:0"
+        ValueError, match="a step counter that is .* on cpu; it must be one float32 or float64 on cuda:0"
     ):
         adam_(OP, params, grads, first, second, [], [step.cpu() for step in steps], [], **ADAM)
-    with pytest.raises(ValueError, match="grad 0 is of shape .* on cpu; it must be a dense tensor on cuda:0"):
+    with pytest.raises(
+        ValueError, match="parameter 0 has a gradient that is .* on cpu; it must be .*, dense, on cuda:0"
+    ):
         sgd_(OP, params, [grads[0].cpu()], first, [], **SGD)
     with pytest.raises(ValueError, match="found_inf: got a tensor of 2 elements, Float, on cuda:0; give one"):
         sgd_(OP, params, grads, first, [], found_inf=torch.zeros(2, device=device), **SGD)

@@ -405,8 +405,8 @@ F32, F16, I32 = torch.float32, torch.float16, torch.int32
 NO_NUMBER = "inv_scale: got a tensor of .* give one element of Float or Double on cuda:0"
 NO_COUNTER = "update_scale_: got a tensor of 1 elements, Float, on cuda:0; give one element of Int on"
 REFUSED = [
-    ("cpu", "norm_check", lambda on: (numbers(on, F32), torch.ones(2)), RuntimeError, "must have one element on the gra"),
-    ("cpu", "norm_check", lambda on: (numbers(on, F32), *numbers(on, F16)), RuntimeError, "inv_scale must be float32 or"),
+    ("cpu", "norm_check", lambda on: (numbers(on, F32), torch.ones(2)), ValueError, "inv_scale: got a tensor of 2 elements, Float, on cpu; give one"),
+    ("cpu", "norm_check", lambda on: (numbers(on, F32), *numbers(on, F16)), ValueError, "1 elements, Half, on cpu; give one element of Float or Double"),
     ("cpu", "norm_check", lambda on: (numbers(on, I32), *numbers(on, F32)), TypeError, "dtype Int are not supported; allow"),
     ("cuda", "norm_check", lambda on: (numbers(on, F32), torch.ones(2, device=on)), ValueError, NO_NUMBER),
     ("cuda", "norm_check", lambda on: (numbers(on, F32), *numbers(on, I32)), ValueError, NO_NUMBER),

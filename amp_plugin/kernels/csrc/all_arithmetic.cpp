@@ -1,7 +1,6 @@
 // One translation unit: the sources that compute on the elements of tensors.
+#include "pieces.cpp"
 #include "scaling_cpu.cpp"
-#include "scaling_ranks.cpp"
-#include "scaling_update.cpp"
 #include "step.cpp"
 #include "step_rows.cpp"
 #include "step_rules.cpp"

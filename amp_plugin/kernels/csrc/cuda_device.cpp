@@ -6,7 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <string_view>
+#include <memory>
 
 namespace amp_plugin::cuda {
 namespace {
@@ -67,37 +67,7 @@ Handle loaded(const std::string& name, const at::Tensor& code) {
   return kernel;
 }
 
-uint32_t most_blocks_of(const std::vector<Device::Code>& kernels) {
-  uint32_t most = 1;
-  for (const Device::Code& kernel : kernels) most = std::max(most, kernel.most_blocks);
-  return most;
-}
-
 }  // namespace
-
-const std::vector<Kernel>& kernels() {
-  static const std::vector<Kernel> all = [] {
-    std::vector<Kernel> made{
-        {"norm_check Squares", kThreads},
-        {"norm_check Maximum", kThreads},
-        {"norm_check Power", kThreads},
-        {"unscale Squares", kThreads},
-        {"unscale Maximum", kThreads},
-        {"unscale Power", kThreads},
-        {"multiply", kThreads},
-        {"update_scale", 1},
-        {"clip_factor", 1},
-        {"judge_step", 1},
-        {"pack_weights", kThreads},
-        {"unpack_weights", kThreads},
-        {"pack_measurements", 1},
-        {"unpack_measurements", 1},
-    };
-    for (const StepRule& rule : step_rules()) made.push_back({"step " + std::string(rule.name), kThreads});
-    return made;
-  }();
-  return all;
-}
 
 Context::Context(c10::DeviceIndex index) {
   check(driver().cuDeviceGet(&device, index), "the CUDA driver does not have the device");
@@ -116,24 +86,25 @@ Device* Device::find(c10::DeviceIndex index) {
   return server.load(std::memory_order_acquire) == Server::kKernels ? devices[index].load() : nullptr;
 }
 
-void Device::open(c10::DeviceIndex index, const std::vector<Code>& kernels) {
+void Device::open(
+    int64_t index, at::IntArrayRef most_blocks, const std::vector<std::string>& names, at::TensorList code) {
   auto& place = devices.at(static_cast<size_t>(index));
   if (place.load() != nullptr) return;
-  std::unique_ptr<Device> made(new Device(index, kernels));
+  std::unique_ptr<Device> made(new Device(static_cast<c10::DeviceIndex>(index), most_blocks, names, code));
   Device* nothing = nullptr;
   if (place.compare_exchange_strong(nothing, made.get())) made.release();  // lives until the process ends
 }
 
-Device::Device(c10::DeviceIndex index, const std::vector<Code>& kernels)
-    : index_(index), primary_(index), tables_({c10::kCUDA, index}, most_blocks_of(kernels)) {
+Device::Device(
+    c10::DeviceIndex index, at::IntArrayRef most_blocks, const std::vector<std::string>& names,
+    at::TensorList code)
+    : index_(index),
+      primary_(index),
+      tables_({c10::kCUDA, index}, static_cast<uint32_t>(std::ranges::max(most_blocks))) {
   const OnDevice current(primary_);
   const OutsideCapture outside;
-  for (const Kernel& kernel : cuda::kernels()) {
-    const auto code = std::find_if(
-        kernels.begin(), kernels.end(), [&](const Code& given) { return given.name == kernel.name; });
-    TORCH_CHECK(code != kernels.end(), "there is no machine code for the CUDA kernel ", kernel.name);
-    kernels_.push_back({loaded(kernel.name, code->bytes), code->most_blocks});
-  }
+  for (size_t i = 0; i < names.size(); ++i)
+    kernels_[names[i]] = {loaded(names[i], code[i]), static_cast<uint32_t>(most_blocks[i])};
   tables_.reserve();
 }
 
@@ -151,54 +122,37 @@ SharedTable Device::table(const Rows& rows, Handle stream) {
 }
 
 SharedTable Device::table(at::TensorList tensors, Handle stream) {
-  if (!tensors.empty()) {
-    SharedTable kept = kept_table(tensors.size(), tensors[0], stream);
-    if (kept && are_of(kept->rows.data(), tensors, device())) return kept;
-  }
-  return table(rows_of(tensors, device()), stream);
+  SharedTable kept = kept_table(tensors, stream);
+  return kept ? kept : table(rows_of(tensors, device()), stream);
 }
 
-SharedTable Device::kept_table(size_t count, const at::Tensor& first, Handle stream) {
-  if (count == 0) return nullptr;
+SharedTable Device::kept_table(at::TensorList tensors, Handle stream) {
+  if (tensors.empty()) return nullptr;
   const OnDevice current(primary_);
-  return is_captured(stream) ? nullptr : tables_.kept(count, first, stream);
+  if (is_captured(stream)) return nullptr;
+  SharedTable kept = tables_.kept(tensors.size(), tensors[0], stream);
+  return kept && are_of(kept->rows.data(), tensors, device()) ? kept : nullptr;
 }
 
-void Device::launch_with(size_t kernel, uint32_t blocks, Handle stream, void** arguments) {
+void Device::launch_with(
+    std::string_view kernel, uint32_t blocks, uint32_t threads, Handle stream, void** arguments) {
+  const auto found = kernels_.find(kernel);
+  TORCH_CHECK(found != kernels_.end(), "there is no machine code for the CUDA kernel ", kernel);
   const OnDevice current(primary_);
-  const Kernel& launched = kernels()[kernel];
-  const uint32_t taken = std::min(blocks, kernels_[kernel].most_blocks);
+  const uint32_t taken = std::min(blocks, found->second.most_blocks);
   const Status status = driver().cuLaunchKernel(
-      kernels_[kernel].kernel, taken, 1, 1, launched.threads, 1, 1, 0, stream, arguments, nullptr);
+      found->second.handle, taken, 1, 1, threads, 1, 1, 0, stream, arguments, nullptr);
   TORCH_CHECK(
-      status == 0, "the CUDA driver refused ", launched.name, " (", taken, " blocks) on ", device(), ": ",
+      status == 0, "the CUDA driver refused ", kernel, " (", taken, " blocks) on ", device(), ": ",
       told(status));
 }
 
-namespace {
-
-void open_by_name(
-    int64_t index, at::IntArrayRef most_blocks, const std::vector<std::string>& names, at::TensorList code) {
-  std::vector<Device::Code> kernels;
-  for (size_t i = 0; i < names.size(); ++i)
-    kernels.push_back({names[i], static_cast<uint32_t>(most_blocks[i]), code[i]});
-  Device::open(static_cast<c10::DeviceIndex>(index), kernels);
-}
-
-std::vector<std::string> all_kernels() {
-  std::vector<std::string> names;
-  for (const Kernel& kernel : kernels()) names.push_back(kernel.name);
-  return names;
-}
-
 TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
-  library.def("_cuda_open(int device, int[] most_blocks, str[] kernels, Tensor[] code) -> ()", &open_by_name);
-  library.def("_cuda_kernels() -> str[]", &all_kernels);
+  library.def("_cuda_open(int device, int[] most_blocks, str[] kernels, Tensor[] code) -> ()", &Device::open);
   library.def("_cuda_uploads(int device) -> int", [](int64_t index) {
     const Device* device = Device::find(static_cast<c10::DeviceIndex>(index));
     return device == nullptr ? int64_t{0} : device->uploads();
   });
 }
 
-}  // namespace
 }  // namespace amp_plugin::cuda

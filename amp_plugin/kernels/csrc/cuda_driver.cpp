@@ -8,47 +8,19 @@ namespace {
 
 constexpr int kRelaxed = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
 
-template <typename Function>
-void find(void* library, Function& function, const char* symbol) {
-  function = reinterpret_cast<Function>(dlsym(library, symbol));
-  TORCH_CHECK(function != nullptr, "the CUDA driver has no ", symbol, "; update it to CUDA 12 or newer");
-}
+}  // namespace
 
-// The names are those of the driver's ABI. Functions without the suffix _ptsz take 0 for the legacy default
-// stream, as torch does.
-Driver load() {
+void* address_of_function(const char* name) {
   void* library = dlopen("libcuda.so.1", RTLD_LAZY);
   TORCH_CHECK(
       library != nullptr, "the CUDA driver cannot be loaded (", dlerror(), "); check it with nvidia-smi");
-  Driver found;
-  find(library, found.cuLaunchKernel, "cuLaunchKernel");
-  find(library, found.cuDeviceGet, "cuDeviceGet");
-  find(library, found.cuCtxGetDevice, "cuCtxGetDevice");
-  find(library, found.cuCtxGetCurrent, "cuCtxGetCurrent");
-  find(library, found.cuCtxSetCurrent, "cuCtxSetCurrent");
-  find(library, found.cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
-  find(library, found.cuLibraryLoadData, "cuLibraryLoadData");
-  find(library, found.cuLibraryGetKernel, "cuLibraryGetKernel");
-  find(library, found.cuKernelGetFunction, "cuKernelGetFunction");
-  find(library, found.cuMemAlloc, "cuMemAlloc_v2");
-  find(library, found.cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2");
-  find(library, found.cuStreamCreate, "cuStreamCreate");
-  find(library, found.cuStreamSynchronize, "cuStreamSynchronize");
-  find(library, found.cuStreamIsCapturing, "cuStreamIsCapturing");
-  find(library, found.cuStreamGetCaptureInfo, "cuStreamGetCaptureInfo_v2");
-  find(library, found.cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
-  find(library, found.cuUserObjectCreate, "cuUserObjectCreate");
-  find(library, found.cuUserObjectRelease, "cuUserObjectRelease");
-  find(library, found.cuGraphRetainUserObject, "cuGraphRetainUserObject");
-  find(library, found.cuGetErrorName, "cuGetErrorName");
-  find(library, found.cuGetErrorString, "cuGetErrorString");
-  return found;
+  void* address = dlsym(library, name);
+  TORCH_CHECK(address != nullptr, "the CUDA driver has no ", name, "; update it to CUDA 12 or newer");
+  return address;
 }
 
-}  // namespace
-
 const Driver& driver() {
-  static const Driver found = load();
+  static const Driver found;
   return found;
 }
 

@@ -16,16 +16,13 @@ class GradientTable {
   // Makes the table of dense gradients. It is uploaded if one of them has moved.
   GradientTable(Device& device, at::TensorList gradients);
 
-  // Finds the table of an earlier call on this stream with `count` gradients whose first one is `first`.
-  // Returns null if there is none, if our kernels do not run on the device of `scale`, or during a capture.
-  // The caller must hold the GIL and keep the gradients alive.
-  static std::unique_ptr<GradientTable> kept(size_t count, const at::Tensor& first, const at::Tensor& scale);
-  // Return true if the gradients are still where the table says, beginning with row `begin`. Each gradient is
-  // read once.
-  bool are_same(size_t begin, const at::Tensor* const* gradients, size_t count) const;
+  // Finds the table that an earlier call on this stream made of these gradients. Returns null if there is
+  // none, if a gradient has moved since, if our kernels do not run on the device of `scale`, or during a
+  // capture.
+  static std::unique_ptr<GradientTable> kept(at::TensorList gradients, const at::Tensor& scale);
 
-  // Call these two only when are_same() was true for all gradients. Each is one launch and reads no tensor on
-  // the host. `measure` is unscale_ if `writes`, else norm_check.
+  // Each of these two is one launch and reads no tensor on the host. `measure` is unscale_ if `writes`, else
+  // norm_check.
   Measured measure(bool writes, const at::Tensor& inv_scale, double p, bool is_scale) const;
   at::Tensor multiply_(
       const at::Tensor& factor, std::optional<double> max_norm, const OptionalTensor& skipped) const;

@@ -1,6 +1,6 @@
 // The structs that launches pass to kernels, and the arithmetic that host and device must do identically, bit
-// for bit. Both g++ and NVRTC compile this file, so it includes nothing. NVRTC compiles its functions for the
-// device.
+// for bit. Both g++ and NVRTC compile this file, so it includes nothing; with g++, include <cmath> before it.
+// NVRTC compiles its functions for the device.
 #pragma once
 
 namespace amp_plugin::cuda {
@@ -49,13 +49,49 @@ struct Table {
   u32 granules;
 };
 
-// A one-element float32 or float64 tensor that stays on the device. If `is_inverted`, the kernel uses 1
-// divided by it. The address is null if there is no such tensor.
+// A one-element float32 or float64 tensor that stays on its device. If `is_inverted`, its number is 1 divided
+// by the element. The address is null if there is no such tensor.
 struct DeviceScalar {
   const void* address;
   u32 is_double;
   u32 is_inverted;
 };
+
+// Returns the number. Call it only on the device of the tensor.
+inline double read(const DeviceScalar& scalar) {
+  if (scalar.is_double) {
+    const double value = *static_cast<const double*>(scalar.address);
+    return scalar.is_inverted ? 1 / value : value;
+  }
+  const float value = *static_cast<const float*>(scalar.address);
+  return scalar.is_inverted ? 1 / value : value;
+}
+
+inline void write(const DeviceScalar& scalar, double value) {
+  void* address = const_cast<void*>(scalar.address);
+  if (scalar.is_double) {
+    *static_cast<double*>(address) = value;
+  } else {
+    *static_cast<float*>(address) = float(value);
+  }
+}
+
+inline double read_or(const DeviceScalar& scalar, double otherwise) {
+  return scalar.address == nullptr ? otherwise : read(scalar);
+}
+
+inline float largest(float) { return 3.402823466e+38f; }
+inline double largest(double) { return 1.7976931348623157e+308; }
+
+template <typename Number>
+inline bool is_finite(Number x) {
+  return fabs(x) <= largest(x);
+}
+
+template <typename Number>
+inline Number join_max(Number a, Number b) {  // a NaN counts as the largest
+  return (b > a || b != b) ? b : a;
+}
 
 // The addresses that a measurement writes its results to.
 struct Results {
@@ -119,7 +155,64 @@ inline u32 unpack_weight(u16 high, u16 low) {
   return (bits & 0x7FFF0000u) == 0 ? bits : bits + u32(int(short(low)));
 }
 
-constexpr u32 kMostPacked = 32;  // limit for the measurements, the flags and the powers of one launch
+// The rest of this file are the ops on a few numbers. On a GPU one thread runs them, in the kernel of the op;
+// on the CPU the op calls them. kernels/reference.py describes what each computes.
+
+// The factor that clipping multiplies gradients by, or 1 in a step that is skipped.
+inline float clip_factor_of(float norm, float max_norm, const float* found_inf) {
+  const float factor = max_norm / (norm + 1e-6f);
+  const bool skipped = found_inf == nullptr ? !is_finite(norm) : *found_inf > 0;
+  return skipped || factor > 1 ? 1.0f : factor;
+}
+
+inline void write_clip_factor(
+    const float* norm, float max_norm, const float* scale, const float* found_inf, float* out) {
+  const float clipped = clip_factor_of(*norm, max_norm, found_inf);
+  *out = scale == nullptr ? clipped : *scale / clipped;
+}
+
+// How a loss scale grows and shrinks.
+
+enum HysteresisMode : int { kApex = 0, kMegatron = 1, kDeepSpeed = 2 };
+
+struct ScaleRule {
+  double growth_factor;
+  double backoff_factor;
+  int growth_interval;
+  float min_scale;
+  float max_scale;
+  int hysteresis;
+  int mode;  // a HysteresisMode
+};
+
+inline void adjust_scale(
+    float* scale, int* growth_tracker, int* hysteresis_tracker, const float* found_inf, ScaleRule rule) {
+  if (*found_inf > 0) {
+    const int left = *hysteresis_tracker;
+    const bool spent = left <= 1;
+    *growth_tracker = 0;
+    if (!(spent && rule.mode == kDeepSpeed)) *hysteresis_tracker = left - 1;
+    if (spent) {
+      const float floor = *scale < rule.min_scale ? *scale : rule.min_scale;  // lowering must never raise it
+      const float lower = static_cast<float>(*scale * rule.backoff_factor);  // in double, as torch does
+      *scale = lower < floor ? floor : lower;
+    }
+    return;
+  }
+  const int steps = *growth_tracker + 1;
+  const bool grows = steps >= rule.growth_interval;
+  if (grows || rule.mode == kApex) *hysteresis_tracker = rule.hysteresis;
+  *growth_tracker = grows ? 0 : steps;
+  if (grows) {
+    const float ceiling = *scale > rule.max_scale ? *scale : rule.max_scale;  // raising must never lower it
+    const float higher = static_cast<float>(*scale * rule.growth_factor);
+    if (is_finite(higher)) *scale = higher > ceiling ? ceiling : higher;
+  }
+}
+
+// The measurements of several ranks.
+
+constexpr u32 kMostPacked = 32;  // limit for the measurements, the flags and the powers of one call
 
 struct Measurements {
   DeviceScalar norms[kMostPacked];
@@ -131,6 +224,55 @@ struct Measurements {
   u32 power_count;
 };
 
+struct Packed {
+  const double* values[kMostPacked];
+  u32 power_counts[kMostPacked];
+  u32 count;
+};
+
+inline bool is_infinite(double p) { return fabs(p) > largest(p); }
+
+inline double neutral(double p) { return p < 0 && is_infinite(p) ? p : 0; }
+
+inline double join_powers(double a, double b, double p) { return is_infinite(p) ? join_max(a, b) : a + b; }
+
+// Returns value^exponent, to convert norms to the powers that are added, and back. For p = 0 and p = inf the
+// value stays as it is; for p = -inf it is negated. torch.pow treats the same exponents specially.
+inline double raised(double value, double exponent, double p) {
+  if (p == 0 || is_infinite(p)) return p < 0 ? -value : value;
+  if (exponent == 2) return value * value;
+  if (exponent == 0.5) return sqrt(value);
+  return exponent == 1 ? value : pow(value, exponent);
+}
+
+// Writes the measurements of this rank, which the ranks then add up.
+inline void pack_powers(const Measurements& measured, double* packed, double p) {
+  for (u32 slot = 0; slot < measured.power_count; ++slot) {
+    double power = neutral(p);
+    for (u32 i = 0; i < measured.norm_count; ++i) {
+      if (measured.slots[i] == slot) power = join_powers(power, raised(read(measured.norms[i]), p, p), p);
+    }
+    packed[slot] = is_infinite(p) ? power : power / measured.replicas[slot];
+  }
+  double found = 0;
+  for (u32 i = 0; i < measured.flag_count; ++i) found = join_max(found, read(measured.flags[i]));
+  packed[measured.power_count] = found;
+}
+
+// Computes norm and found_inf from the sums over all ranks.
+inline void unpack_powers(const Packed& packed, double p, float* norm, float* found_inf) {
+  double total = neutral(p), found = 0;
+  for (u32 i = 0; i < packed.count; ++i) {
+    const u32 count = packed.power_counts[i];
+    for (u32 k = 0; k < count; ++k) total = join_powers(total, packed.values[i][k], p);
+    found = packed.values[i][count];
+  }
+  *norm = float(raised(total, 1 / p, p));
+  *found_inf = found > 0 ? 1.0f : 0.0f;
+}
+
+// The verdict on a step.
+
 // The values whose sum a step is judged by, and the growth trackers of its loss scales.
 struct StepValues {
   DeviceScalar values[kMostPacked];
@@ -138,14 +280,6 @@ struct StepValues {
   u32 count;
   u32 tracker_count;
 };
-
-struct Packed {
-  const double* values[kMostPacked];
-  u32 power_counts[kMostPacked];
-  u32 count;
-};
-
-// The verdict on a step. kernels/reference.py describes the rule.
 
 enum SpikeAction : int { kSkipSpike = 0, kClipSpike = 1, kRaiseSpike = 2 };
 
@@ -213,6 +347,24 @@ inline StepRuling judge(StepStatistics& now, float value, float norm, bool overf
   }
   if (spike && rule.action == kRaiseSpike) now.held = 1;
   return ruling;
+}
+
+inline void judge_values(
+    const StepValues& values, const float* norm, const float* found_inf, StepStatistics* statistics,
+    float sigma, int window, int warmup, float least_deviation, int action, float* judged) {
+  float value = 0;
+  for (u32 i = 0; i < values.count; ++i) {
+    const DeviceScalar given = values.values[i];
+    value += given.is_double ? float(*static_cast<const double*>(given.address))
+                             : *static_cast<const float*>(given.address);
+  }
+  StepStatistics now = *statistics;
+  const StepRuling ruling = judge(
+      now, value, *norm, *found_inf > 0,
+      SpikeRule{sigma, least_deviation, float(window), float(warmup), action});
+  *statistics = now;
+  for (u32 i = 0; i < values.tracker_count; ++i) *values.trackers[i] -= ruling.is_left_out;
+  ruling.write(judged);
 }
 
 }  // namespace amp_plugin::cuda

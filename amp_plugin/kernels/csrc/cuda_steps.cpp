@@ -1,15 +1,12 @@
 // Optimizer steps and stored weights on CUDA tensors. Each op is one launch and never waits for the device.
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <optional>
 
-#include "cuda_device.h"
-#include "op_calls.h"
+#include "one_value.h"
+#include "served_ops.h"
 #include "step_rows.h"
-#include "tensor_memory.h"
+#include "stored_weights.h"
 
 namespace amp_plugin::cuda {
 namespace {
@@ -19,30 +16,25 @@ using List = at::TensorList;
 
 uint64_t address_of(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
 
-uint32_t add_granules(uint64_t& granules, uint64_t numel) {
-  const auto first = static_cast<uint32_t>(granules);
-  granules += (numel + kGranuleElements - 1) / kGranuleElements;
-  TORCH_CHECK_VALUE(granules < UINT32_MAX, "these tensors are too large for one call; split the list");
-  return first;
+// Gives granules to a row of a tensor that is worked on beside others.
+void give_granules(Rows& rows, Row& row) {
+  rows.give(row, (row.numel + kGranuleElements - 1) / kGranuleElements);
 }
 
 static_assert(
     kStateBFloat16 == static_cast<int>(State::bfloat16) && kStateCodes == static_cast<int>(State::codes));
 
 // The rows of a step, in the layout that cuda/step_rows.cuh describes.
-Rows table_rows(const StepRows& parameters, const StepTensors& tensors, const StepRule& rule) {
+Rows table_rows(const StepRows& parameters, const StepLists& tensors, const StepRule& rule) {
   const size_t count = parameters.rows().size();
-  Rows result;
-  result.rows.resize(4 * count);
-  result.count = static_cast<uint32_t>(count);
-  uint64_t granules = 0;
+  Rows result(count, 4);
   for (size_t i = 0; i < count; ++i) {
     const amp_plugin::Row& parameter = parameters.rows()[i];
     Row& first = result.rows[i];
     first.address = address_of(parameter.grad);
     first.out_address = address_of(parameter.param);
     first.numel = static_cast<uint64_t>(parameter.numel);
-    first.first_granule = add_granules(granules, first.numel);
+    give_granules(result, first);
     first.dtype = code_of(parameter.grad_type);
     first.out_dtype = parameter.weight == Weight::fp32 ? kFloat32 : kBFloat16;
     Row &second = result.rows[count + i], &third = result.rows[2 * count + i];
@@ -58,100 +50,64 @@ Rows table_rows(const StepRows& parameters, const StepTensors& tensors, const St
     if (rule.counters > 1) fourth.out_address = address_of(tensors.counter(1, i).mutable_data_ptr());
     third.dtype = static_cast<uint8_t>(parameter.format);
   }
-  result.granules = static_cast<uint32_t>(granules);
   return result;
 }
 
-Device* device_of(List params) { return params.empty() ? nullptr : Device::find(params[0].device().index()); }
-
 void step_(
-    List params, List grads, List states, List counters, List remainders, c10::string_view name,
-    at::ArrayRef<double> numbers, const Number& lr, const Number& grad_scale, const Number& found_inf) {
-  Device* device = device_of(params);
-  if (device == nullptr) {
-    return call_op<step_>(
-        "amp_plugin::_plain_step_", params, grads, states, counters, remainders, name, numbers, lr,
-        grad_scale, found_inf);
-  }
-  const at::AutoDispatchBelowADInplaceOrView below;
+    c10::Device on, List params, List grads, List states, List counters, List remainders,
+    c10::string_view name, at::ArrayRef<double> numbers, const Number& lr, const Number& grad_scale,
+    const Number& found_inf) {
+  Device& device = *Device::find(on.index());
   const StepRule& rule = step_rule(name, numbers.size());
-  const StepTensors tensors{params, grads, states, counters, remainders};
-  const StepRows rows(tensors, rule, grad_scale.has_value(), device->device());
+  const StepLists tensors{params, grads, states, counters, remainders};
+  const StepRows rows(tensors, rule, grad_scale.has_value(), on);
   StepNumbers given{};
   std::copy(numbers.begin(), numbers.end(), given.value);
-  const Handle stream = device->stream();
-  const SharedTable table = device->table(table_rows(rows, tensors, rule), stream);
-  device->launch(
-      step_kernel(rule), device->blocks(table->table), stream, table->table, given,
-      optional_scalar(lr, "lr", device->device()),
-      optional_scalar(grad_scale, "grad_scale", device->device()),
-      optional_scalar(found_inf, "found_inf", device->device()));
+  const Handle stream = device.stream();
+  const SharedTable table = device.table(table_rows(rows, tensors, rule), stream);
+  device.launch_on(
+      table->table, stream, "step " + std::string(rule.name), given, optional_scalar(lr, "lr", on),
+      optional_scalar(grad_scale, "grad_scale", on), optional_scalar(found_inf, "found_inf", on));
   rows.finish();
 }
 
-// Return true if the kernels can work on this stored weight. Any other is processed by torch's ops.
-bool is_a_pair(const at::Tensor& master, const at::Tensor& high, const at::Tensor& low, c10::Device device) {
-  return master.device() == device && high.device() == device && low.device() == device &&
-      master.scalar_type() == at::kFloat && high.scalar_type() == at::kBFloat16 &&
-      low.scalar_type() == at::kShort && master.sizes() == high.sizes() && master.sizes() == low.sizes() &&
-      master.is_non_overlapping_and_dense() && same_memory_order(master, high) &&
-      same_memory_order(master, low);
-}
-
-// The rows for for_each_pair() in cuda/step_rows.cuh. Returns nothing if one of the weights is not a pair.
-std::optional<Rows> pair_rows(List masters, List high, List low, c10::Device device) {
+// Launches a kernel over stored weights. The rows are those of for_each_pair() in cuda/step_rows.cuh.
+void launch_on_weights(c10::Device on, const char* kernel, const StoredWeights& weights) {
+  const List masters = weights.masters.tensors();
   const size_t count = masters.size();
-  if (high.size() != count || low.size() != count) return std::nullopt;
-  Rows result;
-  result.rows.resize(2 * count);
-  result.count = static_cast<uint32_t>(count);
-  uint64_t granules = 0;
+  Rows rows(count, 2);
   for (size_t i = 0; i < count; ++i) {
-    if (!is_a_pair(masters[i], high[i], low[i], device)) return std::nullopt;
-    Row& row = result.rows[i];
+    Row& row = rows.rows[i];
     row.address = address_of(masters[i].mutable_data_ptr());
-    row.out_address = address_of(high[i].mutable_data_ptr());
+    row.out_address = address_of(weights.high.tensors()[i].mutable_data_ptr());
     row.numel = static_cast<uint64_t>(masters[i].numel());
-    row.first_granule = add_granules(granules, row.numel);
-    result.rows[count + i].address = address_of(low[i].mutable_data_ptr());
+    give_granules(rows, row);
+    rows.rows[count + i].address = address_of(weights.low.tensors()[i].mutable_data_ptr());
   }
-  result.granules = static_cast<uint32_t>(granules);
-  return result;
+  Device& device = *Device::find(on.index());
+  const Handle stream = device.stream();
+  device.launch_on(device.table(rows, stream)->table, stream, kernel);
 }
 
-// Runs a kernel over stored weights. Returns false if torch's ops have to do it.
-bool run_on_pairs(size_t kernel, List masters, List high, List low) {
-  Device* device = device_of(masters);
-  if (device == nullptr) return false;
-  const std::optional<Rows> rows = pair_rows(masters, high, low, device->device());
-  if (!rows) return false;
-  const Handle stream = device->stream();
-  const SharedTable table = device->table(*rows, stream);
-  device->launch(kernel, device->blocks(table->table), stream, table->table);
-  return true;
+void pack_weights_(c10::Device on, List masters, List high, List low) {
+  const StoredWeights weights("pack_weights_", masters, high, low);
+  launch_on_weights(on, "pack_weights", weights);
+  weights.high.finish();
+  weights.low.finish();
 }
 
-void pack_weights_(List masters, List high, List low) {
-  const at::AutoDispatchBelowADInplaceOrView below;
-  if (!run_on_pairs(kPackWeights, masters, high, low))
-    return call_op<pack_weights_>("amp_plugin::_plain_pack_weights_", masters, high, low);
-  increment_versions(high);
-  increment_versions(low);
-}
-
-void unpack_weights_(List high, List low, List masters) {
-  const at::AutoDispatchBelowADInplaceOrView below;
-  if (!run_on_pairs(kUnpackWeights, masters, high, low))
-    return call_op<unpack_weights_>("amp_plugin::_plain_unpack_weights_", high, low, masters);
-  increment_versions(masters);
+void unpack_weights_(c10::Device on, List high, List low, List masters) {
+  const StoredWeights weights("unpack_weights_", masters, high, low);
+  launch_on_weights(on, "unpack_weights", weights);
+  weights.masters.finish();
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(amp_plugin, CUDA, m) {
-  m.impl("step_", step_);
-  m.impl("pack_weights_", pack_weights_);
-  m.impl("unpack_weights_", unpack_weights_);
+TORCH_LIBRARY_IMPL(amp_plugin, CUDA, library) {
+  add_op(library, "step_", step_);
+  add_op(library, "pack_weights_", pack_weights_);
+  add_op(library, "unpack_weights_", unpack_weights_);
 }
 
 }  // namespace amp_plugin::cuda

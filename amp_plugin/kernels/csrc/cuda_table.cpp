@@ -41,48 +41,41 @@ void write_image(const std::vector<Row>& rows, void* image) {
     std::memcpy(static_cast<char*>(image) + kTicketBytes, rows.data(), rows.size() * sizeof(Row));
 }
 
-template <typename T>
-T* at_address(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
 Table laid_out(const Rows& rows, Address begin) {
   const size_t count = rows.rows.size();
   const Address marks = begin + kTicketBytes + count * sizeof(Row);
   return {
-      .rows = at_address<const Row>(begin + kTicketBytes),
-      .marks = at_address<u32>(marks),
-      .partials = at_address<Partial>(marks + marks_bytes(count)),
-      .ticket = at_address<u32>(begin),
+      .rows = reinterpret_cast<const Row*>(begin + kTicketBytes),
+      .marks = reinterpret_cast<u32*>(marks),
+      .partials = reinterpret_cast<Partial*>(marks + marks_bytes(count)),
+      .ticket = reinterpret_cast<u32*>(begin),
       .count = rows.count,
       .granules = rows.granules};
 }
 
 bool is_table_of(const HeldTable& held, const Rows& rows, Handle stream) {
   const size_t count = rows.rows.size();
-  return held.stream == stream && held.rows.size() == count && held.table.count == rows.count &&
+  return held.block.stream == stream && held.rows.size() == count && held.table.count == rows.count &&
       held.table.granules == rows.granules &&
       (count == 0 || std::memcmp(held.rows.data(), rows.rows.data(), count * sizeof(Row)) == 0);
 }
 
 }  // namespace
 
-bool are_of(const Row* rows, const at::Tensor* const* tensors, size_t count, c10::Device device) {
-  for (size_t i = 0; i < count; ++i) {  // prefetch all of them before the first one is read
-    const auto* storage = tensors[i]->unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-    __builtin_prefetch(reinterpret_cast<const char*>(storage) + 16);
-    __builtin_prefetch(reinterpret_cast<const char*>(storage) + 60);
-  }
-  for (size_t i = 0; i < count; ++i) {
-    if (!is_of(rows[i], *tensors[i], device)) return false;
+bool are_of(const Row* rows, at::TensorList tensors, c10::Device device) {
+  constexpr size_t kBlock = 16;
+  for (size_t begin = 0; begin < tensors.size(); begin += kBlock) {
+    const at::TensorList block = tensors.slice(begin, std::min(kBlock, tensors.size() - begin));
+    for (const at::Tensor& tensor : block) {  // prefetch all of them before the first one is read
+      const auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+      __builtin_prefetch(reinterpret_cast<const char*>(storage) + 16);
+      __builtin_prefetch(reinterpret_cast<const char*>(storage) + 60);
+    }
+    for (const at::Tensor& tensor : block) {
+      if (!is_of(*rows++, tensor, device)) return false;
+    }
   }
   return true;
-}
-
-bool are_of(const Row* rows, at::TensorList tensors, c10::Device device) {
-  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
-    return is_of(*rows++, tensor, device);
-  });
 }
 
 u8 code_of(at::ScalarType type) {
@@ -97,11 +90,15 @@ u8 code_of(at::ScalarType type) {
   }
 }
 
+void Rows::give(Row& row, uint64_t taken) {
+  TORCH_CHECK_VALUE(
+      granules + taken < UINT32_MAX, "these tensors are too large for one call; split the list");
+  row.first_granule = granules;
+  granules += static_cast<uint32_t>(taken);
+}
+
 Rows rows_of(at::TensorList tensors, c10::Device device) {
-  Rows result;
-  result.rows.resize(tensors.size());
-  result.count = static_cast<uint32_t>(tensors.size());
-  uint64_t granules = 0;
+  Rows result(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = tensors[i];
     Row& row = result.rows[i];
@@ -113,27 +110,22 @@ Rows rows_of(at::TensorList tensors, c10::Device device) {
         row.dtype != kUnknownDtype, "tensor ", i, " of ", tensors.size(),
         ": the CUDA kernels take float16, bfloat16, float32, float64, complex64, complex128; convert it");
     row.numel = static_cast<uint64_t>(tensor.numel());
-    row.first_granule = static_cast<uint32_t>(granules);
     const size_t size = kSizes[row.dtype];
     // mutable_data_ptr() gives a lazily cloned tensor its own memory before a kernel writes to it.
     row.address = reinterpret_cast<uint64_t>(tensor.mutable_data_ptr());
-    if (row.numel > 0) {
-      granules += (row.address % 16 + row.numel * size + kGranuleBytes - 1) / kGranuleBytes;
-      granules += tensors.size() > 1 ? kGranulesOfTensor : 0;
-    }
+    const uint64_t bytes = row.address % 16 + row.numel * size;
+    const uint64_t extra = tensors.size() > 1 ? kGranulesOfTensor : 0;
+    result.give(row, row.numel > 0 ? (bytes + kGranuleBytes - 1) / kGranuleBytes + extra : 0);
     TORCH_CHECK_VALUE(
         row.address % size == 0 || row.numel == 0, "tensor ", i, " of ", tensors.size(),
         " begins at address ", row.address, ", no multiple of its element size of ", size,
         " bytes; pass tensor.clone()");
   }
-  TORCH_CHECK_VALUE(granules < UINT32_MAX, "these tensors are too large for one call; split the list");
-  result.granules = static_cast<uint32_t>(granules);
   return result;
 }
 
 HeldTable::HeldTable(Memory& memory, const Rows& rows, Handle stream, bool of_graph, size_t most_blocks)
     : memory(memory),
-      stream(stream),
       rows(rows.rows),
       block(memory.take(image_bytes(rows.rows.size()) + most_blocks * sizeof(Partial), stream, of_graph)),
       table(laid_out(rows, block.address)) {}
@@ -156,7 +148,7 @@ SharedTable TableCache::kept(size_t count, const at::Tensor& first, Handle strea
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return nullptr;
   const auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const SharedTable& candidate) {
-    return candidate->stream == stream && candidate->rows.size() == count &&
+    return candidate->block.stream == stream && candidate->rows.size() == count &&
         candidate->table.count == count && is_of(candidate->rows.front(), first, device_);
   });
   return entry == entries_.end() ? nullptr : moved_to_front(entry);

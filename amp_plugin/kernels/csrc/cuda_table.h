@@ -23,14 +23,18 @@ u8 code_of(at::ScalarType type);
 // cannot work on.
 struct Rows {
   std::vector<Row> rows;
-  uint32_t count = 0;  // number of tensors; a step has several rows per tensor
+  uint32_t count;  // number of tensors; a step has several rows per tensor
   uint32_t granules = 0;
+
+  explicit Rows(size_t tensors, size_t rows_per_tensor = 1)
+      : rows(tensors * rows_per_tensor), count(static_cast<uint32_t>(tensors)) {}
+  // Gives the next `taken` granules to the row.
+  void give(Row& row, uint64_t taken);
 };
 Rows rows_of(at::TensorList tensors, c10::Device device);
 
-// Return true if the rows were made from these tensors. False also for tensors that rows_of() would reject or
-// copy.
-bool are_of(const Row* rows, const at::Tensor* const* tensors, size_t count, c10::Device device);
+// Returns true if the rows were made from these tensors. False also for tensors that rows_of() would reject
+// or copy.
 bool are_of(const Row* rows, at::TensorList tensors, c10::Device device);
 
 // A table on the device. Its memory is given back when nobody refers to it any more. A launch refers to it
@@ -42,7 +46,6 @@ struct HeldTable {
   HeldTable& operator=(const HeldTable&) = delete;
 
   Memory& memory;
-  const Handle stream;
   const std::vector<Row> rows;  // const: other threads read it without the lock
   const Memory::Block block;
   const Table table;

@@ -6,6 +6,7 @@
 #include <ATen/ops/cat_ops.h>
 #include <ATen/ops/stack_ops.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/jit/frontend/function_schema_parser.h>
 #include <torch/library.h>
 
 #include <map>
@@ -115,40 +116,21 @@ class Installation {
     forget_entries();
   }
 
-  std::vector<std::string> installed(DeviceType device) {
-    const std::lock_guard lock(mutex_);
-    std::vector<std::string> names;
-    for (const auto& [where, handle] : handles_) {
-      if (where.second == autocast_key(device)) names.push_back(where.first);
-    }
-    return names;
-  }
-
  private:
   using Where = std::pair<std::string, DispatchKey>;
-
-  static std::optional<OperatorHandle> find(const std::string& full) {
-    const auto dot = full.find('.');
-    const auto overload = dot == std::string::npos ? "" : full.substr(dot + 1);
-    return c10::Dispatcher::singleton().findSchema({full.substr(0, dot), overload});
-  }
 
   void register_kernel(const std::string& op_name, DeviceType device, size_t kernel) {
     const auto key = autocast_key(device);
     if (handles_.count({op_name, key}) != 0) return;
-    const auto op = find(op_name);
+    const auto op = c10::Dispatcher::singleton().findSchema(torch::jit::parseName(op_name));
     TORCH_CHECK(op.has_value(), "amp_plugin: no op ", op_name, " is registered.");
-    add(op_name, key, kernel_for(AutocastKernel(facts_of(*op, device), kernel)));
-  }
-
-  void add(const std::string& op_name, DispatchKey key, c10::KernelFunction kernel) {
     NoWarnings handler;
     const c10::WarningUtils::WarningHandlerGuard quiet(&handler);
-    const auto op = find(op_name);
     handles_.emplace(
         Where{op_name, key},
         c10::Dispatcher::singleton().registerImpl(
-            op->operator_name(), key, std::move(kernel), std::nullopt, nullptr, "amp_plugin"));
+            op->operator_name(), key, kernel_for(AutocastKernel(facts_of(*op, device), kernel)), std::nullopt,
+            nullptr, "amp_plugin"));
   }
 
   std::mutex mutex_;
@@ -172,19 +154,10 @@ void set_rules(
 
 void uninstall() { Installation::get().uninstall(); }
 
-std::vector<std::string> installed(const std::string& device) {
-  return Installation::get().installed(device_named(device));
-}
-
 TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) {
   m.impl("norm_check", norm_check);
   m.impl("unscale_", unscale_);
   m.impl("multiply_", multiply_);
-  m.impl("clip_factor", clip_factor);
-  m.impl("judge_step_", judge_step_);
-  m.impl("update_scale_", update_scale_);
-  m.impl("pack_measurements_", pack_measurements_);
-  m.impl("unpack_measurements", unpack_measurements);
   m.impl("step_", step_);
   m.impl("pack_weights_", pack_weights_);
   m.impl("unpack_weights_", unpack_weights_);

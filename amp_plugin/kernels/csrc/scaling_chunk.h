@@ -70,29 +70,20 @@ inline Vec accumulate(const Vec& sum, const Vec& x) {
   }
 }
 
-// Returns the sum of a vector's lanes, added in double, or their largest.
+// Returns the sum of a vector's lanes, added in double, or their largest. A NaN counts as the largest.
 template <Norm norm, typename Vec>
 inline double reduce(const Vec& lanes) {
   constexpr int kChains = 4;
+  const auto join = [](double a, double b) {
+    if constexpr (norm == Norm::infinity) return std::isnan(b) || b > a ? b : a;
+    return a + b;
+  };
   typename Vec::value_type values[Vec::size()];
   lanes.store(values);
   double total[kChains] = {};
-  for (int i = 0; i < Vec::size(); ++i) {
-    double& chain = total[i % kChains];
-    const auto value = static_cast<double>(values[i]);
-    if constexpr (norm == Norm::infinity) {
-      chain = std::isnan(value) || value > chain ? value : chain;
-    } else {
-      chain += value;
-    }
-  }
-  if constexpr (norm == Norm::infinity) {
-    for (const double chain : total) {
-      total[0] = std::isnan(chain) || chain > total[0] ? chain : total[0];
-    }
-    return total[0];
-  }
-  return (total[0] + total[1]) + (total[2] + total[3]);
+  for (int i = 0; i < Vec::size(); ++i)
+    total[i % kChains] = join(total[i % kChains], static_cast<double>(values[i]));
+  return join(join(total[0], total[1]), join(total[2], total[3]));
 }
 
 // Returns the flags of the elements. Rarely needed and the same for all norms, so it is not inlined into each
@@ -107,17 +98,8 @@ template <typename T>
   return flags;
 }
 
-template <typename T>
-[[gnu::noinline]] double sum_of_squares(const T* data, int64_t count) {
-  double sum = 0.0;
-  for (int64_t i = 0; i < count; ++i) {
-    const auto x = static_cast<double>(static_cast<Wide<T>>(data[i]));
-    sum += x * x;
-  }
-  return sum;
-}
-
-// Returns the sum of |x|^p for norms that have no loop of their own. If p is 0, it counts the nonzero
+// Returns the sum of |x|^p in double, for norms that have no loop of their own, and for elements whose powers
+// leave float32's range. If p is 0, it counts the nonzero
 // elements; if p is inf or -inf, it returns the largest or the smallest |x|.
 template <typename X>
 [[gnu::noinline]] double any_power(const X* data, int64_t count, double p) {
@@ -135,7 +117,9 @@ template <typename X>
     } else if (p == std::numeric_limits<double>::infinity()) {
       result = std::isnan(magnitude) || magnitude > result ? magnitude : result;
     } else {
-      result += p == 0.0 ? static_cast<double>(magnitude != 0.0) : std::pow(magnitude, p);
+      result += p == 2.0 ? magnitude * magnitude
+          : p == 0.0     ? static_cast<double>(magnitude != 0.0)
+                         : std::pow(magnitude, p);
     }
   }
   return result;

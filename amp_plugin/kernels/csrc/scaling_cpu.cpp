@@ -1,6 +1,5 @@
-// norm_check, unscale_ and multiply_ on the CPU: one pass over all gradients, in chunks.
+// norm_check, unscale_ and multiply_ on the CPU: one pass over all gradients, in pieces.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -11,26 +10,23 @@
 
 #include "cpu_ops.h"
 #include "one_value.h"
+#include "pieces.h"
 #include "scaling_chunk.h"
 #include "tensor_memory.h"
 
 namespace amp_plugin {
 namespace {
 
-// Elements of a chunk. Float32 partial sums are exact enough for so many, and the chunk fits into the L2
-// cache.
-constexpr int64_t kChunk = 32768;
-// Elements that a thread processes at a time. They take about 40 us, much longer than starting and joining
-// threads.
-constexpr int64_t kTask = 8 * kChunk;
+// Elements that a thread processes at a time.
+constexpr int64_t kTask = 8 * kPiece;
 
-using ChunkFunction = Partial (*)(void* data, int64_t count, double factor, double p);
+using PieceFunction = Partial (*)(void* data, int64_t count, Norm norm, double p, double factor);
 
-struct Chunk {
+// A gradient without gaps, and the loop over its pieces.
+struct Gradient {
   char* data;
-  int64_t count;
-  int64_t tensor;
-  ChunkFunction run;
+  int64_t itemsize;
+  PieceFunction run;
 };
 
 struct Result {
@@ -59,57 +55,54 @@ bool is_exact(double sum_of_squares) {
   return std::is_same_v<T, double> || (sum_of_squares >= kSmallest && std::isfinite(sum_of_squares));
 }
 
-template <typename T, Norm norm, bool write>
-Partial chunk_of_reals(void* data, int64_t count, double factor, double p) {
+// Multiplies and checks the elements of a piece whose power is already known.
+template <typename T, bool write>
+Partial with_power(double power, T* values, int64_t count, double factor) {
+  Partial partial = run_chunk<T, Norm::none, write>(values, count, static_cast<Wide<T>>(factor));
+  partial.power = power;
+  return partial;
+}
+
+template <typename T, bool write>
+Partial piece_of_reals(void* data, int64_t count, Norm norm, double p, double factor) {
   auto* values = static_cast<T*>(data);
-  if constexpr (norm == Norm::any) {
-    const double power = any_power(values, count, p);
-    Partial partial = run_chunk<T, Norm::none, write>(values, count, static_cast<Wide<T>>(factor));
-    partial.power = power;
-    return partial;
-  } else if constexpr (write && (norm == Norm::one || norm == Norm::infinity)) {
-    // Rare, so it takes two passes instead of a loop of its own.
-    const double power = chunk_of_reals<T, norm, false>(data, count, factor, p).power;
-    Partial partial = run_chunk<T, Norm::none, true>(values, count, static_cast<Wide<T>>(factor));
-    partial.power = power;
-    return partial;
-  } else {
-    Partial partial = run_chunk<T, norm, write>(values, count, static_cast<Wide<T>>(factor));
-    if constexpr (norm == Norm::two) {
-      if (partial.flags == 0 && !is_exact<T>(partial.power)) {
-        // The values have been multiplied already if `write`. Divide the result to undo that.
-        partial.power = sum_of_squares(values, count) / (write ? factor * factor : 1.0);
-      }
-    } else if constexpr (norm == Norm::one) {
-      if (partial.flags == 0 && !std::isfinite(partial.power)) partial.power = any_power(values, count, p);
+  const auto wide = static_cast<Wide<T>>(factor);
+  if (norm == Norm::none) return run_chunk<T, Norm::none, write>(values, count, wide);
+  if (norm == Norm::two) {
+    Partial partial = run_chunk<T, Norm::two, write>(values, count, wide);
+    if (partial.flags == 0 && !is_exact<T>(partial.power)) {
+      // The values have been multiplied already if `write`. Divide the result to undo that.
+      partial.power = any_power(values, count, p) / (write ? factor * factor : 1.0);
     }
     return partial;
   }
+  if (norm == Norm::any) return with_power<T, write>(any_power(values, count, p), values, count, factor);
+  // The other norms are rare. With `write` they take two passes instead of a loop of their own.
+  Partial partial = norm == Norm::one ? run_chunk<T, Norm::one, false>(values, count, wide)
+                                      : run_chunk<T, Norm::infinity, false>(values, count, wide);
+  if (norm == Norm::one && partial.flags == 0 && !std::isfinite(partial.power))
+    partial.power = any_power(values, count, p);
+  return write ? with_power<T, write>(partial.power, values, count, factor) : partial;
 }
 
 // Complex numbers are processed as pairs of reals, except in norms that need their magnitudes.
-template <typename T, Norm norm, bool write>
-Partial chunk_of_complex(void* data, int64_t count, double factor, double p) {
-  if constexpr (norm == Norm::two || norm == Norm::none) {
-    return chunk_of_reals<T, norm, write>(data, 2 * count, factor, p);
-  } else {
-    const double power = any_power(static_cast<c10::complex<T>*>(data), count, p);
-    Partial partial =
-        run_chunk<T, Norm::none, write>(static_cast<T*>(data), 2 * count, static_cast<T>(factor));
-    partial.power = power;
-    return partial;
-  }
+template <typename T, bool write>
+Partial piece_of_complex(void* data, int64_t count, Norm norm, double p, double factor) {
+  if (norm == Norm::two || norm == Norm::none)
+    return piece_of_reals<T, write>(data, 2 * count, norm, p, factor);
+  const double power = any_power(static_cast<c10::complex<T>*>(data), count, p);
+  return with_power<T, write>(power, static_cast<T*>(data), 2 * count, factor);
 }
 
-template <Norm norm, bool write>
-ChunkFunction function_for(at::ScalarType type) {
+template <bool write>
+PieceFunction function_for(at::ScalarType type) {
   switch (type) {
-    case at::kFloat: return chunk_of_reals<float, norm, write>;
-    case at::kDouble: return chunk_of_reals<double, norm, write>;
-    case at::kHalf: return chunk_of_reals<at::Half, norm, write>;
-    case at::kBFloat16: return chunk_of_reals<at::BFloat16, norm, write>;
-    case at::kComplexFloat: return chunk_of_complex<float, norm, write>;
-    case at::kComplexDouble: return chunk_of_complex<double, norm, write>;
+    case at::kFloat: return piece_of_reals<float, write>;
+    case at::kDouble: return piece_of_reals<double, write>;
+    case at::kHalf: return piece_of_reals<at::Half, write>;
+    case at::kBFloat16: return piece_of_reals<at::BFloat16, write>;
+    case at::kComplexFloat: return piece_of_complex<float, write>;
+    case at::kComplexDouble: return piece_of_complex<double, write>;
     default:
       TORCH_CHECK_TYPE(
           false, "amp_plugin: gradients of dtype ", type,
@@ -117,122 +110,73 @@ ChunkFunction function_for(at::ScalarType type) {
   }
 }
 
-template <bool write>
-ChunkFunction function_for(at::ScalarType type, Norm norm) {
-  switch (norm) {
-    case Norm::none: return function_for<Norm::none, write>(type);
-    case Norm::one: return function_for<Norm::one, write>(type);
-    case Norm::two: return function_for<Norm::two, write>(type);
-    case Norm::infinity: return function_for<Norm::infinity, write>(type);
-    default: return function_for<Norm::any, write>(type);
+void check(at::TensorList grads) {
+  for (const at::Tensor& grad : grads) {
+    TORCH_CHECK(
+        grad.device().is_cpu(), "amp_plugin: all gradients of one call must be on one device; got cpu and ",
+        grad.device(), ".");
+    TORCH_CHECK(
+        grad.layout() == at::kStrided, "amp_plugin: a gradient has layout ", grad.layout(),
+        "; pass the values of sparse gradients.");
   }
 }
 
-// Gradients as memory without gaps. If a gradient has gaps, a dense copy is processed and then written back.
-class Flattened {
- public:
-  explicit Flattened(at::TensorList grads) {
-    flat_.reserve(grads.size());
-    for (const at::Tensor& grad : grads) {
-      TORCH_CHECK(
-          grad.device().is_cpu(), "amp_plugin: all gradients of one call must be on one device; got cpu and ",
-          grad.device(), ".");
-      TORCH_CHECK(
-          grad.layout() == at::kStrided, "amp_plugin: a gradient has layout ", grad.layout(),
-          "; pass the values of sparse gradients.");
-      if (grad.is_non_overlapping_and_dense()) {
-        flat_.push_back(grad.unsafeGetTensorImpl());
-      } else {
-        copies_.emplace_back(grad, grad.contiguous());
-        flat_.push_back(copies_.back().second.unsafeGetTensorImpl());
-      }
-    }
-  }
-
-  const std::vector<c10::TensorImpl*>& tensors() const { return flat_; }
-
-  void write_back(at::TensorList grads) const {
-    for (const auto& [grad, copy] : copies_) {
-      grad.copy_(copy);
-    }
-    increment_versions(grads);
-  }
-
- private:
-  std::vector<c10::TensorImpl*> flat_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
-};
-
-// Prefetches the beginning of a later chunk. For small tensors that is most of the chunk, and the hardware
+// Prefetches the beginning of a later piece. For small tensors that is most of the piece, and the hardware
 // cannot predict where the next tensor lies.
-void fetch_ahead(const Chunk& chunk) {
+void fetch_ahead(const char* data, const Piece& piece) {
   constexpr int64_t kLine = 64, kMost = 1024;  // bytes, both
-  const int64_t bytes = std::min<int64_t>(chunk.count * 4, kMost);
-  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(chunk.data + at);
+  const int64_t bytes = std::min<int64_t>((piece.end - piece.begin) * 4, kMost);
+  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(data + at);
 }
 
 template <bool write>
-std::vector<Chunk> cut(const std::vector<c10::TensorImpl*>& tensors, Norm norm) {
+Result run_all(at::TensorList grads, Norm norm, double factor, double p) {
   constexpr size_t kAhead = 8;  // how many storages ahead to prefetch
-  std::vector<Chunk> chunks;
-  chunks.reserve(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (i + kAhead < tensors.size())
-      __builtin_prefetch(tensors[i + kAhead]->unsafe_storage().unsafeGetStorageImpl());
-    const c10::TensorImpl& tensor = *tensors[i];
-    const at::ScalarType type = c10::typeMetaToScalarType(tensor.dtype());
-    const ChunkFunction run = function_for<write>(type, norm);
-    const auto size = static_cast<int64_t>(tensor.itemsize());
-    const int64_t numel = tensor.numel();
-    auto* data = numel ? static_cast<char*>(const_cast<void*>(tensor.data())) : nullptr;
-    for (int64_t begin = 0; begin < numel; begin += kChunk) {
-      chunks.push_back({data + begin * size, std::min(kChunk, numel - begin), static_cast<int64_t>(i), run});
-    }
+  std::vector<Gradient> gradients;
+  std::vector<int64_t> numels;
+  gradients.reserve(grads.size());
+  numels.reserve(grads.size());
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (i + kAhead < grads.size())
+      __builtin_prefetch(grads[i + kAhead].unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    const c10::TensorImpl& grad = *grads[i].unsafeGetTensorImpl();
+    numels.push_back(grad.numel());
+    gradients.push_back(
+        {.data = numels.back() ? static_cast<char*>(const_cast<void*>(grad.data())) : nullptr,
+         .itemsize = static_cast<int64_t>(grad.itemsize()),
+         .run = function_for<write>(c10::typeMetaToScalarType(grad.dtype()))});
   }
-  return chunks;
-}
-
-// Returns the number of the first chunk of each task. A task has about kTask elements. The division is
-// independent of the number of threads, and so are the results.
-std::vector<size_t> share(const std::vector<Chunk>& chunks) {
-  std::vector<size_t> first{0};
-  int64_t elements = 0;
-  for (size_t i = 0; i < chunks.size(); ++i) {
-    elements += chunks[i].count;
-    if (elements >= kTask || i + 1 == chunks.size()) {
-      first.push_back(i + 1);
-      elements = 0;
-    }
-  }
-  return first;
-}
-
-template <bool write>
-Result run_all(const std::vector<c10::TensorImpl*>& tensors, Norm norm, double factor, double p) {
-  const std::vector<Chunk> chunks = cut<write>(tensors, norm);
-  const std::vector<size_t> first = share(chunks);
-  std::vector<Partial> partials(chunks.size());
-  at::parallel_for(0, static_cast<int64_t>(first.size()) - 1, 1, [&](int64_t begin, int64_t end) {
-    for (size_t i = first[begin]; i < first[end]; ++i) {
-      if (i + 1 < first[end]) fetch_ahead(chunks[i + 1]);
-      partials[i] = chunks[i].run(chunks[i].data, chunks[i].count, factor, p);
+  const std::vector<Piece> pieces = pieces_of(numels);
+  const auto data_of = [&](const Piece& piece) {
+    return gradients[piece.tensor].data + piece.begin * gradients[piece.tensor].itemsize;
+  };
+  std::vector<Partial> partials(pieces.size());
+  for_each_task(pieces, kTask, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      if (i + 1 < end) fetch_ahead(data_of(pieces[i + 1]), pieces[i + 1]);
+      const Piece& piece = pieces[i];
+      partials[i] = gradients[piece.tensor].run(data_of(piece), piece.end - piece.begin, norm, p, factor);
     }
   });
+  // The partial results are joined in the order of the pieces, so the number of threads does not matter.
   Result result;
-  result.flags.resize(tensors.size());
-  result.power = p == -std::numeric_limits<double>::infinity() ? -p : 0.0;
-  for (size_t i = 0; i < chunks.size(); ++i) {
+  result.flags.resize(grads.size());
+  result.power = p == -std::numeric_limits<double>::infinity() && !pieces.empty() ? -p : 0.0;
+  for (size_t i = 0; i < pieces.size(); ++i) {
     const double power = partials[i].power;
-    result.flags[chunks[i].tensor] |= partials[i].flags;
+    result.flags[pieces[i].tensor] |= partials[i].flags;
     if (!takes_extreme(p)) {
       result.power += power;
     } else if (std::isnan(power) || (p > 0 ? power > result.power : power < result.power)) {
       result.power = power;
     }
   }
-  if (chunks.empty()) {
-    result.power = 0.0;
-  }
+  return result;
+}
+
+at::Tensor tensor_of(double value) {
+  const at::Tensor result = new_number(at::kCPU);
+  *result.mutable_data_ptr<float>() = static_cast<float>(value);
   return result;
 }
 
@@ -249,44 +193,37 @@ Measured measured(const Result& result, double factor, double p) {
   return {tensor_of(norm), tensor_of(result.found()), flags};
 }
 
-// Returns the factor that gradients are multiplied by. If a scale is given, 1 / scale is rounded to the
-// scale's dtype.
-double factor_of(const at::Tensor& inv_scale, bool is_scale) {
-  const double value = one_value(inv_scale, "inv_scale");
-  if (!is_scale) return value;
-  return inv_scale.scalar_type() == at::kFloat ? 1.0F / static_cast<float>(value) : 1.0 / value;
-}
-
 }  // namespace
 
 Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p, bool is_scale) {
-  const double factor = factor_of(inv_scale, is_scale);
-  const Flattened flattened(grads);
-  return measured(run_all<false>(flattened.tensors(), norm_of(p), factor, p), factor, p);
+  const double factor = one_value(inv_scale, "inv_scale", is_scale);
+  check(grads);
+  return measured(run_all<false>(Dense(grads).tensors(), norm_of(p), factor, p), factor, p);
 }
 
 Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p, bool is_scale) {
-  const double factor = factor_of(inv_scale, is_scale);
-  if (factor == 1.0) {
-    return norm_check(grads, inv_scale, p, is_scale);
-  }
-  const Flattened flattened(grads);
-  const Result result = run_all<true>(flattened.tensors(), norm_of(p), factor, p);
-  flattened.write_back(grads);
+  const double factor = one_value(inv_scale, "inv_scale", is_scale);
+  if (factor == 1.0) return norm_check(grads, inv_scale, p, is_scale);
+  check(grads);
+  const Dense dense(grads);
+  const Result result = run_all<true>(dense.tensors(), norm_of(p), factor, p);
+  dense.finish();
   return measured(result, factor, p);
 }
 
 at::Tensor multiply_(
     at::TensorList grads, const at::Tensor& factor, std::optional<double> max_norm,
     const OptionalTensor& found_inf) {
-  const double given = one_value(factor, "factor");
-  const double value = max_norm ? clip_factor_of(static_cast<float>(given), *max_norm, found_inf) : given;
-  if (value == 1.0) {
-    return tensor_of(0.0);
+  double value = one_value(factor, "factor");
+  if (max_norm) {
+    const float* found = found_inf ? found_inf->const_data_ptr<float>() : nullptr;
+    value = cuda::clip_factor_of(static_cast<float>(value), static_cast<float>(*max_norm), found);
   }
-  const Flattened flattened(grads);
-  const Result result = run_all<true>(flattened.tensors(), Norm::none, value, 2.0);
-  flattened.write_back(grads);
+  if (value == 1.0) return tensor_of(0.0);
+  check(grads);
+  const Dense dense(grads);
+  const Result result = run_all<true>(dense.tensors(), Norm::none, value, 2.0);
+  dense.finish();
   return tensor_of(result.found());
 }
 

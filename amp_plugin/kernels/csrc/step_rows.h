@@ -7,6 +7,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -15,20 +16,34 @@
 
 namespace amp_plugin {
 
+using cuda::kMostCounters;
 using cuda::kMostStates;
+
+// The tensors of one parameter in a step. The remainder is null if the parameter has none.
+struct ParameterTensors {
+  const at::Tensor* param;
+  const at::Tensor* grad;
+  const at::Tensor* remainder = nullptr;
+  std::array<const at::Tensor*, kMostStates> states{};
+  std::array<const at::Tensor*, kMostCounters> counters{};
+};
+
+// Returns why the op cannot step a parameter on this device, such as "has a gradient that is ...". Returns an
+// empty text if it can.
+std::string obstacle_of(const ParameterTensors& given, const StepRule& rule, c10::Device device);
 
 // The lists that the op takes. `params`, `grads` and `remainders` have one tensor per parameter; `remainders`
 // may be empty. `states` has the first states of all parameters, then the second states of all, and so on.
 // `counters` likewise.
-struct StepTensors {
+struct StepLists {
   at::TensorList params;
   at::TensorList grads;
   at::TensorList states;
   at::TensorList counters;
   at::TensorList remainders;
 
-  const at::Tensor& state(size_t k, size_t i) const { return states[k * params.size() + i]; }
   const at::Tensor& counter(size_t k, size_t i) const { return counters[k * params.size() + i]; }
+  ParameterTensors of(size_t i) const;
 };
 
 // How a parameter is stored: as float32, or as bfloat16 with a remainder.
@@ -83,13 +98,8 @@ class LastBlock {
 
   const Row& row() const { return block_; }
 
-  struct Written {
-    bool gradient;
-    bool rest;
-  };
-
   // Copies the elements back to the row.
-  void write_back(Written written) const;
+  void write_back(bool with_gradient) const;
 
  private:
   struct Part {
@@ -107,43 +117,35 @@ class LastBlock {
   Row block_;
 };
 
-// Calls run(row, begin, end) for ranges that together cover all elements of all rows. Uses all threads.
-using RunRange = c10::function_ref<void(size_t row, int64_t begin, int64_t end)>;
-void for_each_range(const std::vector<Row>& rows, RunRange run);
-
-// The rows of a step's tensors, which are checked. If the tensors of a row differ in memory order, the step
-// works on copies.
+// The rows of a step's tensors, which are checked. The step works on copies of tensors that are not in the
+// memory order of their parameter.
 class StepRows {
  public:
   // All tensors must be on `device`. Gradients may be written only if `writes_gradients`.
-  StepRows(const StepTensors& tensors, const StepRule& rule, bool writes_gradients, c10::Device device);
+  StepRows(const StepLists& tensors, const StepRule& rule, bool writes_gradients, c10::Device device);
 
   const std::vector<Row>& rows() const { return rows_; }
+  // Calls run(row, i, begin, end) for pieces that together cover all elements of all rows, on all threads.
+  void for_each_piece(
+      c10::function_ref<void(const Row& row, size_t i, int64_t begin, int64_t end)> run) const;
 
   // Call after the step. Copies are written back, and version counters are increased.
   void finish() const;
-  // Call this instead of finish() after a skipped step. It does the same for the gradients only.
-  void finish_gradients() const;
 
  private:
   using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
-  Row row_of(size_t i);
   void check_counts() const;
-  void check(size_t i) const;
-  void check_codes(size_t i, size_t k) const;
-  void check_counter(size_t i, size_t k) const;
-  State format_of(size_t i) const;
-  at::Tensor readable_grad(size_t i, Weight weight) const;
-  void* grad_memory(const at::Tensor& grad, const at::Tensor& readable);
-  const at::Tensor& flat(const at::Tensor& tensor, bool as_it_is);
+  Row row_of(const ParameterTensors& given);
+  // Returns a tensor's memory if it has this dtype and the memory order of `like`, else that of a copy.
+  void* memory_of(Copies& copies, const at::Tensor& tensor, const at::Tensor& like, at::ScalarType type);
 
-  const StepTensors& tensors_;
+  const StepLists& tensors_;
   const StepRule& rule_;
   bool writes_gradients_;
   c10::Device device_;
   std::vector<Row> rows_;
-  std::vector<at::Tensor> held_;
+  // tensors that are not used directly, and their copies
   Copies written_copies_;
   Copies gradient_copies_;
 };

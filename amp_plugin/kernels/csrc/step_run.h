@@ -17,20 +17,29 @@ template <typename Rule, typename Grad, typename WeightType, typename States>
     const Row& row, const Divisor& divisor, bool divided, const Rule& rule, States& states, int64_t at,
     int64_t place) {
   constexpr size_t kStates = Rule::States::kCount;
+  // States that are weights are float32, whatever the format of the others.
+  const auto is_weight = [](size_t i) { return Rule::States::kind(i) == rules::kWeight; };
+  const auto weight = [&](size_t i) { return static_cast<float*>(row.states[i]) + at; };
   auto* grads = static_cast<Grad*>(row.grad) + at;
   Block grad = load_block(grads);
   const Block param = WeightType::load(row, at);
   Floats low[kStates + 1];
   Floats high[kStates + 1];
   for (size_t i = 0; i < kStates; ++i) {
-    const Block state = states.load(i, place);
+    const Block state = is_weight(i) ? load_block(weight(i)) : states.load(i, place);
     low[i] = state.low;
     high[i] = state.high;
   }
   grad = {divisor.divide(grad.low), divisor.divide(grad.high)};
   if (divided) store_block(grads, grad);
   const Block stepped = {rule(param.low, grad.low, low), rule(param.high, grad.high, high)};
-  for (size_t i = 0; i < kStates; ++i) states.store(i, place, {low[i], high[i]});
+  for (size_t i = 0; i < kStates; ++i) {
+    if (is_weight(i)) {
+      store_block(weight(i), {low[i], high[i]});
+    } else {
+      states.store(i, place, {low[i], high[i]});
+    }
+  }
   WeightType::store(row, at, stepped);
 }
 
@@ -69,11 +78,11 @@ void step_units(
   using List = typename Rule::States;
   if constexpr (List::kCount > 0) {
     if (row.format == State::bfloat16)
-      return step_as_stored<Rule, Bf16States<List>>(row, begin, end, divisor, rule, seed);
+      return step_as_stored<Rule, PlainStates<List, at::BFloat16>>(row, begin, end, divisor, rule, seed);
     if (row.format == State::codes)
       return step_as_stored<Rule, CodedStates<List>>(row, begin, end, divisor, rule, seed);
   }
-  step_as_stored<Rule, Fp32States<List>>(row, begin, end, divisor, rule, seed);
+  step_as_stored<Rule, PlainStates<List, float>>(row, begin, end, divisor, rule, seed);
 }
 
 }  // namespace amp_plugin

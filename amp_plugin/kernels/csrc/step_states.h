@@ -96,55 +96,31 @@ constexpr auto spread(T unit) {
   return draws;
 }
 
-// The states of a row, in float32. `List` is the rule's StateList.
+// The states of a row as float32 numbers. `List` is the rule's StateList; T is float or at::BFloat16.
 //
 // The formats share this interface. begin(at) starts a unit of kUnit elements. Then each block of the unit is
 // loaded and stored at its `place` in the unit, and end() closes the unit. flush() is called after the last
 // unit.
-template <typename List>
-class Fp32States {
- public:
-  static constexpr int64_t kUnit = Block::kSize;
-
-  [[gnu::always_inline]] Fp32States(const Row& row, uint32_t) : row_(row) {}
-  [[gnu::always_inline]] void begin(int64_t at) { at_ = at; }
-  [[gnu::always_inline]] Block load(size_t i, int64_t place) const { return load_block(data(i) + place); }
-  [[gnu::always_inline]] void store(size_t i, int64_t place, const Block& block) const {
-    store_block(data(i) + place, block);
-  }
-  [[gnu::always_inline]] void end() const {}
-  [[gnu::always_inline]] void flush() const {}
-
- private:
-  [[gnu::always_inline]] float* data(size_t i) const { return static_cast<float*>(row_.states[i]) + at_; }
-
-  const Row& row_;
-  int64_t at_ = 0;
-};
-
-template <typename List>
-class Bf16States {
+template <typename List, typename T>
+class PlainStates {
   static constexpr size_t kStates = List::kCount;
+  static constexpr bool kIsFloat = std::is_same_v<T, float>;
 
  public:
-  static constexpr int64_t kUnit = kCodeBlock;
+  static constexpr int64_t kUnit = kIsFloat ? Block::kSize : kCodeBlock;
 
-  [[gnu::always_inline]] Bf16States(const Row& row, uint32_t seed) : row_(row), seed_(seed), whole_(row, 0) {}
+  [[gnu::always_inline]] PlainStates(const Row& row, uint32_t seed) : row_(row), seed_(seed) {}
   [[gnu::always_inline]] void begin(int64_t at) {
     at_ = at;
-    whole_.begin(at);
+    if constexpr (kIsFloat) return;
     for (size_t i = 0; i < kStates; ++i) {
       if (rules::is_square(List::kind(i)))
         draws_[i] = Draws((row_.offset + at) / kCodeBlock, seed_, List::kind(i));
     }
   }
-  [[gnu::always_inline]] Block load(size_t i, int64_t place) const {
-    if (List::kind(i) == rules::kWeight) return whole_.load(i, place);
-    return load_block(data(i) + place);
-  }
+  [[gnu::always_inline]] Block load(size_t i, int64_t place) const { return load_block(data(i) + place); }
   [[gnu::always_inline]] void store(size_t i, int64_t place, const Block& block) {
-    if (List::kind(i) == rules::kWeight) return whole_.store(i, place, block);
-    if (List::kind(i) == rules::kSigned) return store_block(data(i) + place, block);
+    if (kIsFloat || List::kind(i) == rules::kSigned) return store_block(data(i) + place, block);
     const Halves halves({drawn(i, block.low, place), drawn(i, block.high, place + Block::kHalf)});
     std::memcpy(data(i) + place, &halves.high, sizeof(halves.high));
   }
@@ -152,9 +128,7 @@ class Bf16States {
   [[gnu::always_inline]] void flush() const {}
 
  private:
-  [[gnu::always_inline]] at::BFloat16* data(size_t i) const {
-    return static_cast<at::BFloat16*>(row_.states[i]) + at_;
-  }
+  [[gnu::always_inline]] T* data(size_t i) const { return static_cast<T*>(row_.states[i]) + at_; }
   [[gnu::always_inline]] Words drawn(size_t i, const Floats& values, int64_t place) const {
     static constexpr auto kSpread = spread<uint32_t>(0x100);
     Words draws;
@@ -165,8 +139,7 @@ class Bf16States {
   const Row& row_;
   int64_t at_ = 0;
   uint32_t seed_;
-  Fp32States<List> whole_;
-  Draws draws_[kStates] = {};
+  Draws draws_[kStates + 1] = {};
 };
 
 // A unit is encoded only after the next one has been computed. Otherwise the processor would have to wait for
@@ -178,12 +151,11 @@ class CodedStates {
  public:
   static constexpr int64_t kUnit = kCodeBlock;
 
-  [[gnu::always_inline]] CodedStates(const Row& row, uint32_t seed) : row_(row), seed_(seed), whole_(row, 0) {
+  [[gnu::always_inline]] CodedStates(const Row& row, uint32_t seed) : row_(row), seed_(seed) {
     for (size_t i = 0; i < kStates; ++i) codes_[i] = nothing_;
   }
 
   [[gnu::always_inline]] void begin(int64_t at) {
-    whole_.begin(at);
     std::swap(kept_, last_kept_);
     for (size_t i = 0; i < kStates; ++i) {
       if (is_weight(i)) continue;
@@ -201,12 +173,10 @@ class CodedStates {
   }
 
   [[gnu::always_inline]] Block load(size_t i, int64_t place) const {
-    if (is_weight(i)) return whole_.load(i, place);
     return {decoded(i, place), decoded(i, place + Block::kHalf)};
   }
 
   [[gnu::always_inline]] void store(size_t i, int64_t place, const Block& block) {
-    if (is_weight(i)) return whole_.store(i, place, block);
     keep(i, place, block.low);
     keep(i, place + Block::kHalf, block.high);
   }
@@ -310,7 +280,6 @@ class CodedStates {
 
   const Row& row_;
   uint32_t seed_;
-  Fp32States<List> whole_;
   Draws draws_[kStates] = {}, last_draws_[kStates];
   uint8_t *codes_[kStates], *last_[kStates];
   Floats units_[kStates], inverses_[kStates], largest_[kStates];

@@ -147,12 +147,7 @@ struct PairedWeight {
   [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block) {
     auto* high = static_cast<uint16_t*>(row.param) + at;
     auto* low = static_cast<uint16_t*>(row.remainder) + at;
-#if defined(CPU_CAPABILITY_AVX512)
-    constexpr int kInfinityOrNan = 0x99;
-    const bool not_finite = _mm512_fpclass_ps_mask(block.low + block.high, kInfinityOrNan) != 0;
-#else
     const bool not_finite = (block.low + block.high).has_inf_nan();
-#endif
     if (__builtin_expect(not_finite, false)) return store_each(block.low, block.high, high, low);
     Halves halves({bits_of(block.low) + 0x8000U, bits_of(block.high) + 0x8000U});
     halves.low ^= 0x8000;

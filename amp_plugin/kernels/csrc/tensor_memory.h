@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
+#include <vector>
 
 namespace amp_plugin {
 
@@ -25,12 +26,6 @@ inline bool same_memory_order(const at::Tensor& tensor, const at::Tensor& other)
   return tensor.strides() == other.strides() && tensor.is_non_overlapping_and_dense();
 }
 
-// Returns the tensor itself if it has the memory order of the other one, else a copy in that order.
-inline at::Tensor ordered_as(const at::Tensor& tensor, const at::Tensor& other) {
-  if (same_memory_order(tensor, other)) return tensor;
-  return at::empty_like(other, tensor.scalar_type()).copy_(tensor);
-}
-
 // Increases the version counters, which tell autograd and callers that the tensors were written.
 //
 // Each increase is an atomic operation and would wait for its memory alone. So the counters of a block are
@@ -48,5 +43,34 @@ inline void increment_versions(at::TensorList tensors) {
     }
   }
 }
+
+// Tensors without gaps in memory. A tensor with gaps is replaced by a dense copy. If tensors `like` are
+// given, those in another memory order are replaced too.
+class Dense {
+ public:
+  explicit Dense(at::TensorList tensors, at::TensorList like = {}) : tensors_(tensors) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const at::Tensor& tensor = tensors[i];
+      if (like.empty() ? tensor.is_non_overlapping_and_dense() : same_memory_order(tensor, like[i])) continue;
+      if (copies_.empty()) copies_ = tensors.vec();
+      copies_[i] =
+          like.empty() ? tensor.contiguous() : at::empty_like(like[i], tensor.scalar_type()).copy_(tensor);
+    }
+  }
+
+  at::TensorList tensors() const { return copies_.empty() ? tensors_ : at::TensorList(copies_); }
+
+  // Call after writing. Copies are written back, and version counters are increased.
+  void finish() const {
+    for (size_t i = 0; i < copies_.size(); ++i) {
+      if (!copies_[i].is_same(tensors_[i])) tensors_[i].copy_(copies_[i]);
+    }
+    increment_versions(tensors_);
+  }
+
+ private:
+  at::TensorList tensors_;
+  std::vector<at::Tensor> copies_;
+};
 
 }  // namespace amp_plugin

@@ -11,8 +11,7 @@ from typing import Final
 SOURCES: Final = Path(__file__).parent
 LAYOUT: Final = SOURCES.parent / "csrc" / "cuda_layout.h"  # shared by C++ and the kernels
 RULES: Final = SOURCES.parent / "csrc" / "rules"  # rules of optimizer steps, also shared
-# The names of structs in norms.cuh, in the order in which cuda_device.h lists them.
-NORMS: Final = ("Squares", "Maximum", "Power")
+NORMS: Final = ("Squares", "Maximum", "Power")  # the names of structs in norms.cuh
 _OF_EACH_NORM: Final = ("norm_check", "unscale")
 
 

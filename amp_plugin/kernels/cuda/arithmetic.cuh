@@ -22,6 +22,15 @@ struct Lanes {
   }
 };
 
+// Lane i becomes function(i).
+template <int kCount, typename Function>
+__device__ inline Lanes<kCount> made(Function&& function) {
+  Lanes<kCount> lanes;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) lanes.lane[i] = function(i);
+  return lanes;
+}
+
 // Applies a function of one, two or three numbers to each lane.
 template <int kCount, typename Function, typename... Other>
 __device__ inline Lanes<kCount> each(Function&& function, const Lanes<kCount>& first, const Other&... other) {

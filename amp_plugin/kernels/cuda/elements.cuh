@@ -1,9 +1,8 @@
 // The element types of gradients: how 16 bytes of memory are converted to numbers and back.
 //
 // No header of the CUDA toolkit is needed. float16 and bfloat16 are 16-bit patterns here. Arithmetic is in
-// float32, or in float64 for float64 elements. The conversions between float16 and float32, the
-// approximations and the atomic addition are single GPU instructions. A host compiler that builds these
-// sources must supply functions for them.
+// float32, or in float64 for float64 elements. The functions between __CUDACC__ and its end consist of GPU
+// instructions. A host compiler that builds these sources must supply functions of the same names.
 #pragma once
 
 #include "../csrc/cuda_layout.h"
@@ -44,54 +43,36 @@ __device__ inline u32 count_block(u32* count) {
   asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
   return before;
 }
-#endif
 
 // Returns `high` with its lowest byte replaced by byte `i` of `word`.
-__device__ inline u32 byte_behind(u32 high, u32 word, int i) {
-#ifdef __CUDACC__
-  return __byte_perm(word, high, 0x7650 + i);
-#else
-  return (high & 0xffffff00u) | (word >> (8 * i) & 0xffu);
-#endif
-}
+__device__ inline u32 byte_behind(u32 high, u32 word, int i) { return __byte_perm(word, high, 0x7650 + i); }
 
 // Returns the square root of a number between 2^-100 and 2^127, rounded as sqrtf does. No branch handles
 // other numbers.
 __device__ inline float moderate_root(float x) {
-#ifdef __CUDACC__
   float inverse;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
   const float root = x * inverse, half = inverse * 0.5f;
   return fmaf(fmaf(-root, root, x), half, root);
-#else
-  return sqrtf(x);
-#endif
 }
 
 // Returns 1 / x for x between 2^-125 and 2^125, rounded as a division is. No branch handles other numbers.
 __device__ inline float moderate_inverse(float x) {
-#ifdef __CUDACC__
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
   return fmaf(-fmaf(x, inverse, -1.0f), inverse, inverse);
-#else
-  return 1 / x;
-#endif
 }
 
 // Returns a / b for |a| between 2^-95 and 2^62 and |b| between 2^-64 and 2^30, rounded as a division is. No
 // branch handles other numbers.
 __device__ inline float moderate_quotient(float a, float b) {
-#ifdef __CUDACC__
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
   inverse = fmaf(inverse, fmaf(-b, inverse, 1.0f), inverse);
   const float quotient = a * inverse;
   return fmaf(inverse, fmaf(-b, quotient, a), quotient);
-#else
-  return a / b;
-#endif
 }
+#endif
 
 // The largest number in a warp.
 __device__ inline u32 warp_max(u32 number) {
@@ -187,43 +168,36 @@ __device__ inline typename T::Wide widened(const Packet<T, kCount>& packet, int 
   }
 }
 
-// The type of `kBytes` bytes that moves a packet.
-template <int kBytes>
-struct WordOf;
-template <>
-struct WordOf<2> {
-  using Type = u16;
-};
-template <>
-struct WordOf<4> {
-  using Type = u32;
-};
-template <>
-struct WordOf<8> {
-  using Type = uint2;
-};
-template <>
-struct WordOf<16> {
-  using Type = uint4;
-};
+// The type that moves a packet: one with as many bytes.
+template <typename P>
+__device__ inline auto word_of(const P&) {
+  if constexpr (sizeof(P) == 2) {
+    return u16{};
+  } else if constexpr (sizeof(P) == 4) {
+    return u32{};
+  } else if constexpr (sizeof(P) == 8) {
+    return uint2{};
+  } else {
+    return uint4{};
+  }
+}
 
 // Load and store packets in global memory. The compiler cannot know the memory space of an address that comes
 // from a table; these instructions state it.
 template <typename P>
 __device__ inline P load_packet(const P* address) {
-  using Word = typename WordOf<sizeof(P)>::Type;
-  const Word word = __ldca(reinterpret_cast<const Word*>(address));
   P packet;
+  using Word = decltype(word_of(packet));
+  const Word word = __ldca(reinterpret_cast<const Word*>(address));
   memcpy(&packet, &word, sizeof(P));
   return packet;
 }
 
 template <typename P>
 __device__ inline void store_packet(P* address, const P& packet) {
-  using Word = typename WordOf<sizeof(P)>::Type;
-  Word word;
+  auto word = word_of(packet);
   memcpy(&word, &packet, sizeof(P));
-  __stwb(reinterpret_cast<Word*>(address), word);
+  __stwb(reinterpret_cast<decltype(word)*>(address), word);
 }
 
 // Rounds wide numbers to the elements of a packet.
@@ -259,14 +233,6 @@ inline constexpr int kPerVector = 16 / int(sizeof(T));
 template <typename T>
 using Vector = Packet<T, kPerVector<T>>;
 
-__device__ inline float largest(float) { return 3.402823466e+38f; }
-__device__ inline double largest(double) { return 1.7976931348623157e+308; }
-
-template <typename Wide>
-__device__ inline bool is_finite(Wide x) {
-  return fabs(x) <= largest(x);
-}
-
 constexpr u32 kHasInf = 1, kHasNan = 2;
 
 // The bits that a number adds to the flags of its tensor.
@@ -274,32 +240,6 @@ template <typename Wide>
 __device__ inline u32 non_finite_bits(Wide x) {
   if (is_finite(x)) return 0;
   return x != x ? kHasNan : kHasInf;
-}
-
-template <typename Wide>
-__device__ inline Wide join_max(Wide a, Wide b) {  // a NaN counts as the largest
-  return (b > a || b != b) ? b : a;
-}
-
-__device__ inline double read(const DeviceScalar& scalar) {
-  if (scalar.is_double) {
-    const double value = *static_cast<const double*>(scalar.address);
-    return scalar.is_inverted ? 1 / value : value;
-  }
-  const float value = *static_cast<const float*>(scalar.address);
-  return scalar.is_inverted ? 1 / value : value;
-}
-
-// The factor that clipping multiplies gradients by, or 1 in a step that is skipped. The formula is in
-// kernels/reference.py.
-__device__ inline float clip_factor_of(float norm, float max_norm, const float* found_inf) {
-  const float factor = max_norm / (norm + 1e-6f);
-  const bool skipped = found_inf == nullptr ? !is_finite(norm) : *found_inf > 0;
-  return skipped || factor > 1 ? 1.0f : factor;
-}
-
-__device__ inline double read_or(const DeviceScalar& scalar, double otherwise) {
-  return scalar.address == nullptr ? otherwise : read(scalar);
 }
 
 }  // namespace amp_plugin::cuda

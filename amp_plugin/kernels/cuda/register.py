@@ -1,6 +1,6 @@
 """Decides at the first CUDA tensor whether a device uses amp_plugin's CUDA kernels or plain torch.
 
-The C++ kernels for the CUDA dispatch key (csrc/cuda_ops.cpp) call this module once per device. An import of
+The C++ kernels for the CUDA dispatch key (csrc/served_ops.h) call this module once per device. An import of
 this module initializes neither CUDA nor NVRTC.
 """
 

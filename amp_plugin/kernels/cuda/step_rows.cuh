@@ -48,21 +48,16 @@ struct Parameter {
   template <u32 kCount>
   __device__ Counters counters() const {
     Counters counters;
-    for (u32 k = 0; k < kCount; ++k)
-      counters.value[k] = read(DeviceScalar{reinterpret_cast<const void*>(counter[k]), is_double(k), 0});
+    for (u32 k = 0; k < kCount; ++k) counters.value[k] = read(counter_at(k));
     return counters;
   }
   template <u32 kCount>
   __device__ void write(const Counters& counters) const {
-    for (u32 k = 0; k < kCount; ++k) {
-      if (is_double(k)) {
-        *reinterpret_cast<double*>(counter[k]) = counters.value[k];
-      } else {
-        *reinterpret_cast<float*>(counter[k]) = float(counters.value[k]);
-      }
-    }
+    for (u32 k = 0; k < kCount; ++k) cuda::write(counter_at(k), counters.value[k]);
   }
-  __device__ bool is_double(u32 k) const { return k == 0 && counter_type == kFloat64; }
+  __device__ DeviceScalar counter_at(u32 k) const {
+    return {reinterpret_cast<const void*>(counter[k]), k == 0 && counter_type == kFloat64, 0};
+  }
 
   // Return true if groups of `count` elements, from `at` on, are aligned in every tensor.
   template <typename States>
@@ -85,10 +80,7 @@ struct Parameter {
 template <typename T, int kCount>
 __device__ inline Lanes<kCount> load_lanes(u64 address, u64 at) {
   const auto packet = load_packet(reinterpret_cast<const Packet<T, kCount>*>(address + at * sizeof(T)));
-  Lanes<kCount> lanes;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) lanes.lane[i] = T::widen(packet.element[i]);
-  return lanes;
+  return made<kCount>([&](int i) { return T::widen(packet.element[i]); });
 }
 
 template <typename T, int kCount>
@@ -111,6 +103,7 @@ template <typename T>
 struct Bits {
   T bits;
 };
+using Bits16 = Bits<u16>;
 
 template <int kCount>
 __device__ inline Raw<kCount> load_raw(u64 address, u64 at, bool is_wide) {
@@ -119,7 +112,7 @@ __device__ inline Raw<kCount> load_raw(u64 address, u64 at, bool is_wide) {
     const auto packet = load_packet(reinterpret_cast<const Packet<Bits<u32>, kCount>*>(address + 4 * at));
     memcpy(&raw, &packet, sizeof(packet));
   } else {
-    const auto packet = load_packet(reinterpret_cast<const Packet<Bits<u16>, kCount>*>(address + 2 * at));
+    const auto packet = load_packet(reinterpret_cast<const Packet<Bits16, kCount>*>(address + 2 * at));
     memcpy(&raw, &packet, sizeof(packet));
   }
   return raw;
@@ -127,18 +120,12 @@ __device__ inline Raw<kCount> load_raw(u64 address, u64 at, bool is_wide) {
 
 template <int kCount>
 __device__ inline Lanes<kCount> widen_float32(const Raw<kCount>& raw) {
-  Lanes<kCount> lanes;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) lanes.lane[i] = __uint_as_float(raw.word[i]);
-  return lanes;
+  return made<kCount>([&](int i) { return __uint_as_float(raw.word[i]); });
 }
 
 template <int kCount>
 __device__ inline Lanes<kCount> widen_bfloat16(const Raw<kCount>& raw) {
-  Lanes<kCount> lanes;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) lanes.lane[i] = __uint_as_float(u32(raw.half(i)) << 16);
-  return lanes;
+  return made<kCount>([&](int i) { return __uint_as_float(u32(raw.half(i)) << 16); });
 }
 
 // Return true if a lane is a NaN. After this one test of a group, the code that follows can ignore NaNs.
@@ -160,10 +147,7 @@ template <int kCount>
 __device__ inline Lanes<kCount> widen_grad(const Parameter& parameter, const Raw<kCount>& raw) {
   if (parameter.grad_type == kFloat32) return widen_float32(raw);
   if (parameter.grad_type == kBFloat16) return widen_bfloat16(raw);
-  Lanes<kCount> lanes;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) lanes.lane[i] = half_to_float(raw.half(i));
-  return lanes;
+  return made<kCount>([&](int i) { return half_to_float(raw.half(i)); });
 }
 
 template <int kCount>
@@ -180,17 +164,9 @@ __device__ inline void store_grad(const Parameter& parameter, u64 at, const Lane
   }
 }
 
-// 16 bits without interpretation.
-struct Bits16 {
-  u16 bits;
-};
-
 template <int kCount>
 __device__ inline Lanes<kCount> join_pair(const Raw<kCount>& high, const Raw<kCount>& low) {
-  Lanes<kCount> lanes;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) lanes.lane[i] = __uint_as_float(unpack_weight(high.half(i), low.half(i)));
-  return lanes;
+  return made<kCount>([&](int i) { return __uint_as_float(unpack_weight(high.half(i), low.half(i))); });
 }
 
 template <int kCount>
@@ -384,18 +360,15 @@ struct CodedLanes {
 
   __device__ Lanes<kGroup> decoded() const {
     if (kind == rules::kWeight) return Float32States::widen<kGroup>(raw);
-    Lanes<kGroup> lanes;
     u32 word;
     memcpy(&word, &packet, sizeof(word));
     if (is_signed()) word ^= 0x80808080u;  // adds 128, so that no code is negative
     const float offset = is_signed() ? kWhole + 128 : kWhole;
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
+    return made<kGroup>([&](int i) {
       const float code = __uint_as_float(byte_behind(0x4b000000u, word, i)) - offset;
       const float root = code * unit;
-      lanes.lane[i] = is_signed() ? code * fabsf(code) * unit : root * root;
-    }
-    return lanes;
+      return is_signed() ? code * fabsf(code) * unit : root * root;
+    });
   }
 
   // Every thread of a warp must call this. Magnitudes are compared by their bits, so a NaN is the largest.

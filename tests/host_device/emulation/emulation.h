@@ -275,6 +275,14 @@ static inline float exp2_approximate(float x) {
   return float(exp2(double(x)) * (1 + (__float_as_uint(x) & 8 ? 0x1p-22 : -0x1p-22)));
 }
 
+static inline unsigned byte_behind(unsigned high, unsigned word, int i) {
+  return (high & 0xffffff00u) | (word >> (8 * i) & 0xffu);
+}
+// The results are those of the GPU, which rounds to nearest too.
+static inline float moderate_root(float x) { return sqrtf(x); }
+static inline float moderate_inverse(float x) { return 1 / x; }
+static inline float moderate_quotient(float a, float b) { return a / b; }
+
 static inline float half_to_float(unsigned short bits) {
   const float sign = bits >> 15 ? -1.0f : 1.0f;
   const int exponent = (bits >> 10) & 31, fraction = bits & 1023;

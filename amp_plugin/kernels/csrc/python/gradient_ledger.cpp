@@ -29,8 +29,6 @@ namespace amp_plugin {
 namespace {
 
 using cuda::GradientTable;
-using python::GradientBlock;
-using python::visit_blocks;
 using python::visit_gradients;
 using List = const py::list&;
 
@@ -99,10 +97,7 @@ auto find_use(Record& record, int64_t optimizer) {
   return std::ranges::find(record.used_by, optimizer, &std::pair<int64_t, bool>::first);
 }
 
-bool is_supported(at::ScalarType type) {
-  return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble ||
-      type == at::kComplexFloat || type == at::kComplexDouble;
-}
+bool is_supported(at::ScalarType type) { return cuda::code_of(type) != cuda::kUnknownDtype; }
 
 // Calls an op below autograd. Autograd would record nothing here, but it would box and check every gradient.
 template <auto function, typename... Arguments>
@@ -150,55 +145,22 @@ class BorrowedGradients {
   size_t count_ = 0;
 };
 
-struct Known {
-  BorrowedGradients grads;
-  std::unique_ptr<GradientTable> table;  // null if the op must be called instead
-};
-
-// The gradients if every parameter has a plain one. There is no table if one is missing, is not plain, or has
-// moved.
-Known known_whole(List params, const at::Tensor& scale) {
-  Known known{.grads = BorrowedGradients(params.size()), .table = nullptr};
-  const bool same = visit_blocks(params, [&](size_t begin, const GradientBlock& grads, size_t count) {
-    for (size_t i = 0; i < count; ++i) {
-      if (!grads[i]->defined()) return false;
-      known.grads.add(*grads[i]);
-    }
-    if (begin == 0) known.table = GradientTable::kept(params.size(), *grads[0], scale);
-    return known.table != nullptr && known.table->are_same(begin, grads.data(), count);
-  });
-  if (!same) known.table = nullptr;
-  return known;
-}
-
-// The gradients of those parameters that have one. For a DTensor this is its local tensor.
-Known known_parts(List params, const at::Tensor& scale) {
-  Known known{.grads = BorrowedGradients(params.size()), .table = nullptr};
-  visit_gradients(params, [&](size_t /*i*/, const at::Tensor& grad) {
-    if (grad.defined()) known.grads.add(local_part(grad));
-    return true;
-  });
-  const at::TensorList grads = known.grads.tensors();
-  if (!grads.empty()) known.table = GradientTable::kept(grads.size(), grads[0], scale);
-  for (size_t i = 0; known.table != nullptr && i < grads.size(); ++i) {
-    const at::Tensor* grad = &grads[i];
-    if (!known.table->are_same(i, &grad, 1)) known.table = nullptr;
-  }
-  return known;
-}
-
 // Calls `launch` with the table of GPU gradients that have not moved. This bypasses the dispatcher, which
 // would read each gradient once more. Returns nothing if the op must be called instead.
 template <typename Launch>
 auto launched(List params, const at::Tensor& scale, bool writes, const Launch& launch)
     -> std::optional<decltype(launch(std::declval<const GradientTable&>()))> {
   if (!scale.is_cuda() || !nobody_watches()) return std::nullopt;
-  Known known = known_whole(params, scale);
-  if (known.table == nullptr) known = known_parts(params, scale);
-  if (known.table == nullptr) return std::nullopt;
-  if (writes) increment_versions(known.grads.tensors());
+  BorrowedGradients grads(params.size());
+  visit_gradients(params, [&](size_t /*i*/, const at::Tensor& grad) {
+    if (grad.defined()) grads.add(local_part(grad));
+    return true;
+  });
+  const std::unique_ptr<GradientTable> table = GradientTable::kept(grads.tensors(), scale);
+  if (table == nullptr) return std::nullopt;
+  if (writes) increment_versions(grads.tensors());
   const py::gil_scoped_release others_may_run;  // a launch can block if the device is far behind
-  return launch(*known.table);
+  return launch(*table);
 }
 
 class GradientLedger {

@@ -7,7 +7,6 @@
 #include <array>
 #include <iterator>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,7 +14,7 @@
 #include "../cpu_ops.h"
 #include "../cuda_layout.h"
 #include "../op_calls.h"
-#include "../step_rules.h"
+#include "../step_rows.h"
 #include "../tensor_memory.h"
 #include "local_gradient.h"
 #include "tensors.h"
@@ -31,26 +30,6 @@ struct Obstacle {
   std::string text;
 };
 
-void refuse_if(bool unfit, const char* what, const at::Tensor& tensor) {
-  if (!unfit) return;
-  std::ostringstream text;
-  text << what << "is " << tensor.scalar_type() << " of shape " << tensor.sizes() << ", layout "
-       << tensor.layout() << ", on " << tensor.device();
-  throw Obstacle{text.str()};
-}
-
-bool fits(const at::Tensor& tensor, const at::Tensor& param) {
-  return is_plain(tensor) && tensor.device() == param.device() && tensor.sizes() == param.sizes();
-}
-
-// Return true if several elements share a memory location. Such a tensor cannot be written.
-bool is_expanded(const at::Tensor& tensor) {
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (tensor.stride(dim) == 0 && tensor.size(dim) > 1) return true;
-  }
-  return false;
-}
-
 // Returns a parameter's entry in an optimizer's state (a borrowed reference), or null if there is none.
 // Tensor.__hash__ is Python code that returns the tensor's address. We pass that address as the hash, so the
 // dict need not call it.
@@ -63,8 +42,10 @@ PyObject* entry_of(const py::dict& state, PyObject* param) {
   return py::detail::dict_getitem(state.ptr(), param);
 }
 
-const at::Tensor& tensor_in(PyObject* holder, py::handle name) {
-  PyObject* value = py::detail::dict_getitem(holder, name.ptr());
+const at::Tensor& tensor_in(PyObject* entry, py::handle name) {
+  if (entry == nullptr || !PyDict_Check(entry))
+    throw Obstacle{"has no state yet, which torch's own step makes"};
+  PyObject* value = py::detail::dict_getitem(entry, name.ptr());
   if (value == nullptr || value == Py_None)
     throw Obstacle{"has no " + name.cast<std::string>() + " yet, which torch's own step makes"};
   if (!python::is_tensor(value))
@@ -113,10 +94,12 @@ class StepTensors {
       const py::dict& state, const py::tuple& states, const py::tuple& counters)
       : rule_(step_rule(rule, numbers)) {
     python::Tensors params(all), rests(all_rests);
-    if (rests.size() != 0 && rests.size() != params.size())
-      throw py::value_error(
-          "expected as many rests as parameters or none, got " + std::to_string(rests.size()) + " for " +
-          std::to_string(params.size()));
+    TORCH_CHECK_VALUE(
+        rests.size() == 0 || rests.size() == params.size(),
+        "expected as many rests as parameters or none, got ", rests.size(), " for ", params.size());
+    TORCH_CHECK_VALUE(
+        states.size() == rule_.states.size() && counters.size() == rule_.counters, rule, ": ", states.size(),
+        " states and ", counters.size(), " counters; give ", rule_.states.size(), " and ", rule_.counters);
     reserve(params.size(), states.size(), counters.size());
     std::vector<std::pair<const void*, size_t>> places;  // of each parameter that has a gradient
     places.reserve(params.size());
@@ -127,14 +110,15 @@ class StepTensors {
       places.emplace_back(param.unsafeGetTensorImpl(), i);
       try {
         const at::Tensor& own = memory_of(param);
-        add(own, gradient_of(param, grad), rests.size() == 0 ? nullptr : &rests[i]);
-        if (states.empty() && counters.empty()) continue;
-        PyObject* entry = entry_of(state, params.object(i));
-        if (entry == nullptr || !PyDict_Check(entry))
-          throw Obstacle{"has no state yet, which torch's own step makes"};
-        add_states(own, entry, states);
+        ParameterTensors given{.param = &own, .grad = &gradient_of(param, grad)};
+        const bool is_master = rests.size() != 0 && rests[i].scalar_type() == at::kFloat;
+        if (rests.size() != 0) (is_master ? given.param : given.remainder) = &rests[i];
+        PyObject* entry = states.empty() && counters.empty() ? nullptr : entry_of(state, params.object(i));
+        for (size_t k = 0; k < states.size(); ++k)
+          given.states.at(k) = &kept_by(tensor_in(entry, PyTuple_GET_ITEM(states.ptr(), k)), own);
         for (size_t k = 0; k < counters.size(); ++k)
-          add_counter(own, tensor_in(entry, PyTuple_GET_ITEM(counters.ptr(), k)), k);
+          given.counters.at(k) = &tensor_in(entry, PyTuple_GET_ITEM(counters.ptr(), k));
+        add(given, is_master ? &own : nullptr);
       } catch (const Obstacle& obstacle) {
         throw py::value_error("parameter " + std::to_string(i) + " " + obstacle.text);
       }
@@ -184,54 +168,21 @@ class StepTensors {
       throw py::value_error("parameter " + std::to_string(std::next(twice)->second) + " is there twice");
   }
 
-  void add(const at::Tensor& param, const at::Tensor& grad, const at::Tensor* rest) {
-    const bool is_wide = rest != nullptr || param.scalar_type() == at::kFloat;
-    const bool has_op = param.device().is_cpu() || param.device().is_cuda();
-    refuse_if(!is_plain(param) || !has_op || !is_wide, "", param);
-    const at::ScalarType type = grad.scalar_type();
-    const bool allowed = type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
-    refuse_if(!allowed || !fits(grad, param) || is_expanded(grad), "has a gradient that ", grad);
-    refuse_if(
-        !params_.empty() && params_[0].device() != param.device(), "is on another device than the first: it ",
-        param);
-    grads_.push_back(grad);
-    if (rest == nullptr) {
-      params_.push_back(param);
-      return;
-    }
-    const at::Tensor& beside = *rest;
-    const bool is_master = beside.scalar_type() == at::kFloat;
-    const bool is_half = beside.scalar_type() == at::kShort && param.scalar_type() == at::kBFloat16;
-    refuse_if(!(is_master || is_half) || !fits(beside, param), "is kept with a tensor that ", beside);
-    params_.push_back(is_master ? beside : param);
-    (is_master ? rounded_ : remainders_).push_back(is_master ? param : beside);
-  }
-
-  // All states of a parameter have the format of the first one, except that weights among them are float32.
-  void add_states(const at::Tensor& param, PyObject* entry, const py::tuple& names) {
-    std::optional<at::ScalarType> format;
-    for (size_t k = 0; k < names.size(); ++k) {
-      const at::Tensor& tensor = kept_by(tensor_in(entry, PyTuple_GET_ITEM(names.ptr(), k)), param);
-      const at::ScalarType type = tensor.scalar_type();
-      const bool is_whole = type == at::kFloat && fits(tensor, param);
-      const bool is_weight = rule_.states.at(k) == rules::kWeight;
-      const bool is_short = type == at::kByte || (type == at::kBFloat16 && fits(tensor, param));
-      refuse_if(!is_whole && (is_weight || !is_short), "has a state that ", tensor);
-      if (!is_weight && type != format.value_or(type)) throw Obstacle{"has states in several formats"};
-      if (!is_weight) format = type;
-      states_[k].push_back(tensor);
-    }
-  }
-
-  // On a GPU, only counters on the device are accepted, as fused=True or capturable=True make them. Any other
-  // counter is increased by the host, which does not know whether a step was skipped.
-  void add_counter(const at::Tensor& param, const at::Tensor& counter, size_t k) {
-    const at::ScalarType type = counter.scalar_type();
-    const bool allowed = type == at::kFloat || (k == 0 && type == at::kDouble);
-    refuse_if(
-        !allowed || counter.numel() != 1 || !is_plain(counter) || counter.device() != param.device(),
-        "has a step counter that ", counter);
-    counters_[k].push_back(counter);
+  // Adds a parameter, or a float32 master and the weights `rounded` that the model computes with.
+  void add(const ParameterTensors& given, const at::Tensor* rounded) {
+    const at::Tensor& param = *given.param;
+    if (!param.device().is_cpu() && !param.device().is_cuda())
+      throw Obstacle{"is on " + param.device().str() + ", for which there is no op"};
+    if (rounded != nullptr && (rounded->sizes() != param.sizes() || rounded->device() != param.device()))
+      throw Obstacle{"has a float32 master of another shape or on another device"};
+    std::string text = obstacle_of(given, rule_, params_.empty() ? param.device() : params_[0].device());
+    if (!text.empty()) throw Obstacle{std::move(text)};
+    params_.push_back(param);
+    grads_.push_back(*given.grad);
+    if (given.remainder != nullptr) remainders_.push_back(*given.remainder);
+    if (rounded != nullptr) rounded_.push_back(*rounded);
+    for (size_t k = 0; k < rule_.states.size(); ++k) states_[k].push_back(*given.states[k]);
+    for (size_t k = 0; k < rule_.counters; ++k) counters_[k].push_back(*given.counters[k]);
   }
 
   // Moves all columns behind the first one. That is the order in which the op takes them.

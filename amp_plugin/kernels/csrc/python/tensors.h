@@ -49,37 +49,17 @@ class Tensors {
 // load many cache lines at the same time.
 constexpr size_t kGradientBlock = 16;  // measured: 8 and 32 take longer
 
-using GradientBlock = std::array<const at::Tensor*, kGradientBlock>;
-
 inline void prefetch(const void* object, size_t offset) {
   __builtin_prefetch(static_cast<const char*>(object) + offset);
 }
 
-// Finds the gradients of `count` tensors, and prefetches their fields. A missing gradient is an undefined
-// tensor.
-inline void find_gradients(
-    const c10::TensorImpl* const* tensors, size_t count, const at::Tensor** gradients) {
-  static const at::Tensor nothing;
-  for (size_t i = 0; i < count; ++i) {
-    // Reads the field directly: Tensor::grad() makes a virtual call, which loads another cache line.
-    const auto* known = static_cast<const torch::autograd::AutogradMeta*>(tensors[i]->autograd_meta());
-    gradients[i] = known == nullptr ? &nothing : &known->grad_;
-    __builtin_prefetch(gradients[i]);
-  }
-  for (size_t i = 0; i < count; ++i) {
-    const c10::TensorImpl* gradient = gradients[i]->unsafeGetTensorImpl();
-    prefetch(gradient, 16);  // storage
-    prefetch(gradient, sizeof(c10::TensorImpl) - 32);  // sizes, dtype, device
-    prefetch(gradient, sizeof(c10::TensorImpl) - 1);
-  }
-}
-
-// Calls visit(begin, gradients, count) for each block in order, until it returns false. Returns true if it
-// never did. A missing gradient is an undefined tensor.
+// Calls visit(i, gradient) for each parameter in order, until it returns false. Returns true if it never did.
+// A missing gradient is an undefined tensor.
 template <typename Visit>
-bool visit_blocks(const py::list& list, const Visit& visit) {
+bool visit_gradients(const py::list& list, const Visit& visit) {
   std::array<const c10::TensorImpl*, kGradientBlock> impls;
-  GradientBlock grads;
+  std::array<const at::Tensor*, kGradientBlock> grads;
+  static const at::Tensor nothing;
   Tensors params(list);
   for (size_t begin = 0; begin < params.size(); begin += kGradientBlock) {
     const size_t left = params.size() - begin, count = std::min(left, kGradientBlock);
@@ -89,21 +69,23 @@ bool visit_blocks(const py::list& list, const Visit& visit) {
       impls[i] = params[begin + i].unsafeGetTensorImpl();
       prefetch(impls[i], 24);  // the pointer to its autograd data
     }
-    find_gradients(impls.data(), count, grads.data());
-    if (!visit(begin, grads, count)) return false;
-  }
-  return true;
-}
-
-// Calls visit(i, gradient) for each parameter in order, until it returns false. Returns true if it never did.
-template <typename Visit>
-bool visit_gradients(const py::list& params, const Visit& visit) {
-  return visit_blocks(params, [&](size_t begin, const GradientBlock& grads, size_t count) {
+    for (size_t i = 0; i < count; ++i) {
+      // Reads the field directly: Tensor::grad() makes a virtual call, which loads another cache line.
+      const auto* known = static_cast<const torch::autograd::AutogradMeta*>(impls[i]->autograd_meta());
+      grads[i] = known == nullptr ? &nothing : &known->grad_;
+      __builtin_prefetch(grads[i]);
+    }
+    for (size_t i = 0; i < count; ++i) {
+      const c10::TensorImpl* gradient = grads[i]->unsafeGetTensorImpl();
+      prefetch(gradient, 16);  // storage
+      prefetch(gradient, sizeof(c10::TensorImpl) - 32);  // sizes, dtype, device
+      prefetch(gradient, sizeof(c10::TensorImpl) - 1);
+    }
     for (size_t i = 0; i < count; ++i) {
       if (!visit(begin + i, *grads[i])) return false;
     }
-    return true;
-  });
+  }
+  return true;
 }
 
 }  // namespace amp_plugin::python
