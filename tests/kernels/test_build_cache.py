@@ -42,6 +42,15 @@ def test_a_folder_others_can_write_is_refused(mode):
         cache_root()
 
 
+@pytest.mark.parametrize("owner", [0, 4712])
+def test_a_folder_of_root_or_of_the_user_is_read(owner, monkeypatch):
+    root = cache_root()
+    monkeypatch.setattr(os, "geteuid", lambda: 4712)
+    status = os.stat_result([*root.stat()[:4], owner, *root.stat()[5:]])
+    monkeypatch.setattr(Path, "stat", lambda *_, **__: status)
+    assert cache_root() == root
+
+
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_folder_of_someone_else_is_refused(linked, tmp_path, monkeypatch):
     root = cache_root()
