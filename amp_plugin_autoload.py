@@ -11,8 +11,8 @@ import os
 def bind() -> None:
     """Apply the variables ``AMP_PLUGIN_RULES`` and ``AMP_PLUGIN_TAKEOVER``.
 
-    If amp_plugin is broken, this function only prints a line. If a variable has a wrong value, OptionError is
-    raised, because the user has set that variable.
+    If the amp_plugin installation is broken, this function only prints a line. If a variable has an invalid
+    value, OptionError is raised, because the user has set the variable.
     """
     given = [name for name in ("AMP_PLUGIN_RULES", "AMP_PLUGIN_TAKEOVER") if os.environ.get(name)]
     if not given:

@@ -1,4 +1,4 @@
-"""Makes ``python -m amp_plugin`` run the command ``amp-plugin``, also from a source folder."""
+"""Makes ``python -m amp_plugin`` run the command ``amp-plugin``, even from a source folder."""
 
 from amp_plugin.cli import app
 

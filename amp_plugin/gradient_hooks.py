@@ -1,8 +1,8 @@
 """Passes unscaled gradients to gradient hooks.
 
 Torch runs gradient hooks while gradients are still multiplied by the loss scale. Therefore tools that plot
-gradients from hooks, such as ``wandb.watch``, show numbers that are 65 536 times too large, and that jump
-when the loss scale changes.
+gradients from hooks, such as ``wandb.watch``, show values that are too large (initially by a factor of
+65 536) and that jump when the loss scale changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from amp_plugin.patches import replaced
 
-# The methods that register hooks, and the index of the hook's argument that its result replaces.
+# Maps each registration method to the index of the hook argument that the hook's result replaces.
 _REGISTER: Final = (
     (Tensor, "register_hook", 0),
     (nn.Module, "register_full_backward_hook", 1),
@@ -31,8 +31,8 @@ def unscaled_hooks(scaler: Any) -> Iterator[None]:
     """Pass unscaled gradients to all gradient hooks that are registered inside the block.
 
     A gradient that a hook returns or changes in place is multiplied by the loss scale again. Hooks that are
-    registered outside of the block do not change. The block only has to be open while hooks are registered,
-    not during training.
+    registered outside the block do not change. The block only has to be open while hooks are registered, not
+    during training.
 
     The block affects ``register_hook`` of tensors, and ``register_full_backward_hook`` and
     ``register_full_backward_pre_hook`` of modules. Hooks of ``register_post_accumulate_grad_hook`` still see
@@ -42,7 +42,7 @@ def unscaled_hooks(scaler: Any) -> Iterator[None]:
 
     Args:
         scaler: A GradScaler of amp_plugin or torch, a plugin for Fabric or the Trainer, or an AmpAccelerator.
-            If the scaler scales no loss, the hooks get unchanged gradients.
+            If the scaler is disabled, the hooks receive unchanged gradients.
 
     Example:
         >>> from amp_plugin import GradScaler, unscaled_hooks
@@ -68,7 +68,7 @@ def unscaled_hooks(scaler: Any) -> Iterator[None]:
 def _registering(
     register: Callable[..., Any], scale_of: Callable[[], Tensor | None], changed: int
 ) -> Callable[..., Any]:
-    """Return a registration method whose hooks get unscaled gradients."""
+    """Return a registration method whose hooks receive unscaled gradients."""
 
     @functools.wraps(register)
     def registered(owner: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

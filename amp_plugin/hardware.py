@@ -1,4 +1,4 @@
-"""Which number formats a device computes fast, and the precision that "auto" chooses for it.
+"""Decides which number formats a device computes fast, and which precision "auto" chooses for it.
 
 The hardware's generation decides. ``torch.cuda.is_bf16_supported()`` is not used, because it also returns
 True for GPUs that only emulate bfloat16. The table ``NEEDS`` lists the hardware that computes each format
@@ -27,12 +27,12 @@ class Needs:
     """The hardware features that a device needs to compute a number format fast.
 
     Attributes:
-        nvidia: NVIDIA's first compute capability with fast arithmetic in the format.
-        nvidia_before: NVIDIA's first compute capability that no longer has the format, or None.
+        nvidia: the first NVIDIA compute capability with fast arithmetic in the format.
+        nvidia_before: the first NVIDIA compute capability that no longer has the format, or None.
         amd: prefixes of the names of AMD architectures that compute the format fast.
-        cpu: instruction sets, by torch's names, of which a CPU needs at least one.
-        xpu: device properties, by torch's names, of which an Intel GPU needs at least one.
-        words: what an error message says about the hardware that is needed.
+        cpu: CPU instruction sets, by torch's names. A CPU needs at least one of them.
+        xpu: properties of Intel GPUs, by torch's names. A GPU needs at least one of them.
+        words: the description of the required hardware for error messages.
     """
 
     nvidia: tuple[int, int]
@@ -80,7 +80,7 @@ class Hardware:
 
     Attributes:
         device: the device type: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mps"``.
-        name: the product name that the vendor gave the device.
+        name: the vendor's product name for the device.
         capability: NVIDIA's compute capability; None for other devices.
         architecture: AMD's name for the architecture, such as ``"gfx942"``; empty for other devices.
         features: the instruction sets of a CPU, or the properties of an Intel GPU.
@@ -224,7 +224,7 @@ def chosen_for(hardware: Hardware) -> PrecisionChoice:
 
 
 def auto_precision(device: str | None = None) -> PrecisionChoice:
-    """Choose what ``precision="auto"`` means on a device; log the choice and its reason once per process."""
+    """Choose a precision for ``"auto"`` on a device. Log the choice and its reason once per process."""
     choice = choose_precision(device)
     _log_once(choice)
     return choice

@@ -1,4 +1,4 @@
-"""Creates hints for misspelt names, errors about options, and warnings at the user's line."""
+"""Creates hints for misspelled names, errors about options, and warnings at the user's line."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class OptionError(ValueError, TypeError):
         return self._text
 
     def set_by(self, sources: Mapping[str, str]) -> None:
-        """Add the place where the option was set to the error's text. ``sources`` maps options to places."""
+        """Add to the error's message where the option was set. ``sources`` maps options to places."""
         options = (self.option, *self._others)
         named = [name for name in options if sources.get(name, self.source) != "argument"]
         if named and self.source == "argument":
@@ -78,7 +78,7 @@ class OptionError(ValueError, TypeError):
 
 @contextmanager
 def naming(sources: Mapping[str, str]) -> Iterator[None]:
-    """Add the place where an option was set to errors in the block. ``sources`` maps options to places."""
+    """Make option errors in the block state where the option was set. ``sources`` maps options to places."""
     try:
         yield
     except OptionError as error:
@@ -102,7 +102,7 @@ OTHERS_CODE: Final = {
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the innermost caller outside of amp_plugin, torch and the frameworks."""
+    """Warn at the line of the innermost caller outside amp_plugin, torch and the frameworks."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_others(frame):
         frame, level = frame.f_back, level + 1
@@ -125,7 +125,7 @@ def _is_others(frame: FrameType) -> bool:
 
 @contextmanager
 def only_warning(what: str, end: Callable[[], object]) -> Iterator[None]:
-    """Turn errors of code that only observes a run into a warning, and call ``end``. The run continues."""
+    """Turn errors in code that only observes a run into a warning, and call ``end``. The run continues."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - no error of an observer may end a run

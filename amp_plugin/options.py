@@ -1,6 +1,6 @@
 """The options of loss scales and precisions.
 
-Types, defaults, checks and meanings of all options are stated only in the dataclasses of this module. The
+The types, defaults, checks and meanings of all options are stated only in the dataclasses of this module. The
 dataclasses define the constructors of GradScaler, AmpPrecision, FabricAmpPrecision and AmpKwargs through
 :func:`takes`, and the docstrings of these classes through :func:`lists_options`. The dataclasses also define
 the environment variables ``AMP_PLUGIN_<OPTION>``, the keys of YAML files, and the tables in the documentation
@@ -125,7 +125,7 @@ class Spike:
 
     @classmethod
     def read(cls, given: Any) -> Spike | None:
-        """Return a Spike made from what the user gave: a Spike, an action, or a mapping of options."""
+        """Return a Spike made from the user's value, which is a Spike, an action, or a mapping of options."""
         if given is None or isinstance(given, Spike):
             return given
         try:
@@ -272,7 +272,7 @@ class _Device:
 class GradScalerOptions(LossScaleOptions, _Device):
     """The arguments of GradScaler.
 
-    As in ``torch.amp.GradScaler``, ``device`` comes first and ``enabled`` after the scale's options.
+    As in ``torch.amp.GradScaler``, ``device`` comes first, and ``enabled`` follows the scale's options.
     """
 
     enabled: Annotated[
@@ -481,7 +481,7 @@ def option_names(options: type) -> tuple[str, ...]:
 
 
 def loss_scale_options(options: Any) -> dict[str, Any]:
-    """Return the options of the loss scale among an entry point's options, as a dict from name to value."""
+    """Return an entry point's loss-scale options as a dict from name to value."""
     return {name: getattr(options, name) for name in option_names(LossScaleOptions)}
 
 
@@ -540,7 +540,7 @@ KNOWN_VARIABLES: Final = (
 
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the unknown variables ``AMP_PLUGIN_...``, each with a hint at the right name (or ``""``)."""
+    """Return a dict from each unknown variable ``AMP_PLUGIN_...`` to a hint about its name, or to ``""``."""
     # Names are compared without the prefix, because the prefix makes all of them similar.
     known = _NOT_OURS | {name.removeprefix(PREFIX): name for name in KNOWN_VARIABLES}
     return {
@@ -597,7 +597,7 @@ def shows(
 
 
 def lists_options(options: type) -> Callable[[Class], Class]:
-    """Replace ``{options}`` in a class's docstring by the list of its options."""
+    """Replace ``{options}`` in a class's docstring with the list of its options."""
 
     def decorate(kind: Class) -> Class:
         before, place, after = (kind.__doc__ or "").partition("{options}")

@@ -1,4 +1,4 @@
-"""Replaces attributes temporarily, and makes new instances of a library's class amp_plugin's."""
+"""Replaces attributes temporarily, and turns new instances of a library's class into amp_plugin's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def standing_in(
 ) -> Iterator[None]:
     """Make each new instance of the class ``theirs`` also an instance of ``ours``.
 
-    Instances of subclasses are included, except of subclasses for which ``may_take`` returns False. The class
+    The same applies to instances of subclasses, unless ``may_take`` returns False for the subclass. The class
     ``theirs`` is not replaced, so ``isinstance``, subclassing and pickling keep working.
     """
     original = theirs.__init__  # type: ignore[misc]

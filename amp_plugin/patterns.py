@@ -22,9 +22,9 @@ def matched_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.M
     """Return the submodules that match a pattern, as a dict from name to module.
 
     A pattern is a shell pattern for names, such as ``"blocks.*.norm"``, or the name of a class or base class,
-    such as ``"LayerNorm"``. The dict has the order of ``named_modules()``. The names are those that modules
-    have without the wrappers of FSDP, activation checkpointing and torch.compile. ``torch.nn.Module`` does
-    not count as a base class.
+    such as ``"LayerNorm"``. The dict has the order of ``named_modules()``. The names do not include the
+    wrappers of FSDP, activation checkpointing and torch.compile. ``torch.nn.Module`` does not count as a base
+    class.
     """
     patterns = list(patterns)
     return {
@@ -36,7 +36,7 @@ def matched_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.M
 
 
 def found_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """Return those patterns that match at least one submodule of a model."""
+    """Return the patterns that match at least one submodule of a model."""
     return [pattern for pattern in patterns if matched_modules(model, [pattern])]
 
 

@@ -19,7 +19,7 @@ DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.fl
 _SHORT: Final = {**{dtype: name for name, dtype in DTYPES.items()}, torch.float64: "fp64"}
 BELOW_16_BITS: Final = ("fp8", "fp8-rowwise", "mxfp8", "nvfp4")
 # Maps each precision to the dtype of autocast in training.
-# For formats below 16 bits, this dtype applies to all ops outside of converted layers.
+# For formats below 16 bits, this dtype applies to all ops outside converted layers.
 TRAINING_DTYPES: Final = {**DTYPES, **dict.fromkeys(BELOW_16_BITS, torch.bfloat16)}
 STOCK_NAMES: Final = {
     "fp16": "16-mixed",
@@ -104,13 +104,13 @@ def checked_training_precision(given: object) -> TrainingPrecision:
 
 
 def weights_meant(precision: object, weights: WeightsName) -> WeightsName:
-    """Return how weights are stored. Names of precisions such as ``"bf16-true"`` override ``"fp32"``."""
+    """Return how weights are stored. A precision such as ``"bf16-true"`` overrides ``weights="fp32"``."""
     name = WEIGHTS_IN_16_BITS.get(str(precision))
     return cast("WeightsName", f"{name}-true") if name is not None and weights == "fp32" else weights
 
 
 def checked_word(option: str, given: Any, words: Any) -> Any:
-    """Return the word of a Literal that ``given`` means, which may be a torch.dtype, or raise OptionError."""
+    """Return the word of a Literal that ``given`` (a word or torch.dtype) means, or raise OptionError."""
     known, allowed = known_precision(given), get_args(words)
     name = known if isinstance(given, torch.dtype) else given
     if name in allowed:
@@ -136,5 +136,5 @@ def refuse_other_precision(weights: str, precision: str, *, named: str = "precis
 
 
 def stores_all(weights: str) -> bool:
-    """Return whether this format stores all weights in 16 bits, and not only those that autocast casts."""
+    """Return whether this format stores all weights in 16 bits, not only those that autocast casts."""
     return weights.endswith("-true")

@@ -1,9 +1,9 @@
 """Registers optimizer pre-step hooks that only observe the optimizer.
 
-Steps in one pass, and fused steps whose kernel divides the gradients, run no pre-step hooks, because
-gradients are still multiplied by the loss scale at that time. Therefore an unknown pre-step hook prevents
-both kinds of step. Hooks that neither read gradients nor change the optimizer are registered by this module,
-and prevent neither kind.
+One-pass steps, and fused steps whose kernel unscales the gradients, run no pre-step hooks, because the
+gradients are still scaled before the kernel runs. Therefore an unknown pre-step hook prevents both kinds of
+step. If a hook neither reads gradients nor changes the optimizer, register it with
+:func:`register_quiet_hook`. Then it prevents neither kind of step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _quiet: set[int] = set()
 
 
 def register_quiet_hook(optimizer: Optimizer | None, hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a pre-step hook that steps of amp_plugin, such as steps in one pass, may skip.
+    """Register a pre-step hook that amp_plugin's steps may skip, as one-pass steps do.
 
     Args:
         optimizer: The optimizer, or None for all optimizers.

@@ -1,6 +1,6 @@
 """Lists removed names with their replacements.
 
-Until 0.5, the use of a removed name raises an error with the replacement.
+Until release 0.5, using a removed name raises an error that names the replacement.
 
 The table contains names of the package, attributes of its classes, and keyword arguments.
 """
@@ -56,7 +56,7 @@ def reason(*places: str) -> str | None:
 
 
 def removed_attribute(self: object, name: str) -> Any:
-    """Raise AttributeError, as a ``__getattr__``. For removed attributes, the error names the replacement."""
+    """Raise AttributeError, as ``__getattr__`` does. For removed attributes, name the replacement."""
     if removed := reason(*(f"{kind.__name__}.{name}" for kind in type(self).__mro__)):
         raise AttributeError(removed)
     return object.__getattribute__(self, name)  # raises the usual error
@@ -71,7 +71,7 @@ def refuse_removed(owner: str, keywords: Iterable[str]) -> None:
 
 
 def without_removed_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function raise an error with the replacement if a removed keyword is passed."""
+    """Make a function raise an error that names the replacement if a removed keyword is passed."""
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:

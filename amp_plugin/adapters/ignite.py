@@ -1,8 +1,8 @@
-"""IgnitePrecision: mixed precision for the engines of pytorch-ignite.
+"""IgnitePrecision: mixed precision for pytorch-ignite engines.
 
-Ignite's own mixed precision is an update function with a GradScaler. IgnitePrecision also clips gradients,
-stores weights in 16 bits, follows op rules and saves the loss scale in checkpoints. IgnitePrecision holds
-schedulers back after skipped steps, and passes metrics to ignite's loggers.
+Ignite's own mixed precision is an update function that uses a GradScaler. IgnitePrecision also clips
+gradients, stores weights in 16 bits, follows op rules and saves the loss scale in checkpoints.
+IgnitePrecision also holds back schedulers after skipped steps, and passes metrics to ignite's loggers.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class IgniteOptions(PluginOptions, RunOptions):
 
 @lists_options(IgniteOptions)
 class IgnitePrecision(EntryPoint):
-    """Mixed precision for trainers and evaluators of pytorch-ignite.
+    """Mixed precision for pytorch-ignite trainers and evaluators.
 
-    After each optimizer step ``engine.state.metrics`` contains ``loss_scale``, ``skipped_steps`` and
+    After each optimizer step, ``engine.state.metrics`` contains ``loss_scale``, ``skipped_steps`` and
     ``grad_norm``, for any logger or progress bar. To save the loss scale, add the IgnitePrecision object to a
     ``Checkpoint``, as in ``{"model": model, "optimizer": optimizer, "trainer": trainer, "amp": amp}``. If the
     engine raises, call :meth:`end`.
@@ -120,7 +120,7 @@ class IgnitePrecision(EntryPoint):
             optimizer: the optimizer of its parameters.
             loss_fn: a function of the model's output and the targets. It runs under autocast.
             device: the device to which batches are moved.
-            prepare_batch: ignite's function that returns the inputs and the targets of a batch.
+            prepare_batch: a function that returns the inputs and the targets of a batch, as in ignite.
             output_transform: a function that takes the inputs, the targets, the model's output and the loss.
                 It returns the engine's output.
         """
@@ -145,7 +145,10 @@ class IgnitePrecision(EntryPoint):
         return trainer
 
     def attach(self, engine: Engine, model: nn.Module, optimizer: Optimizer) -> None:
-        """Begin and end the run with an engine, whose update must call :meth:`backward` and :meth:`step`."""
+        """Begin the run when an engine starts, and end the run when the engine ends.
+
+        The engine's update function must call :meth:`backward` and :meth:`step`.
+        """
         engine.add_event_handler(Events.STARTED, self._on_started, model, optimizer)
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration, optimizer)
         engine.add_event_handler(Events.COMPLETED | Events.TERMINATE, self.end)
@@ -178,16 +181,16 @@ class IgnitePrecision(EntryPoint):
             engine.state.metrics |= {name: value for name, value in shown.items() if value is not None}
 
     def end(self, *_: Any) -> None:
-        """End the run. Weights become float32, and the op rules from before the run apply again."""
+        """End the run. Weights become float32 again, and the op rules from before the run are restored."""
         self.session.end(warn=warn_user)
         self.step_log.unsubscribe(self._count)
 
     # -- one step --------------------------
 
     def model_fn(self, model: nn.Module, x: Any) -> Any:
-        """Run a model in the precision of its mode, ``train()`` or ``eval()``.
+        """Run a model in the training or evaluation precision, depending on the model's mode.
 
-        In ``eval()`` mode the outputs are float32. To evaluate, pass this method as the argument
+        In evaluation mode the outputs are float32. To evaluate, pass this method as the argument
         ``model_fn``, as in ``ignite.engine.create_supervised_evaluator(model, model_fn=amp.model_fn)``.
         """
         session = self.session
@@ -227,11 +230,11 @@ class IgnitePrecision(EntryPoint):
     # -- checkpoints -----------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale, with torch's keys. It is empty if no loss is scaled."""
+        """Return the loss scale's state, with the keys that torch uses. It is empty if no loss is scaled."""
         return self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a loss scale's state, which amp_plugin or torch saved. Warn if this run scales no loss."""
+        """Load a loss scale's state saved by amp_plugin or torch. Warn if this run scales no loss."""
         if told := self.session.load_state_dict(state_dict):
             warn_user(f"IgnitePrecision: {told}")
 

@@ -1,4 +1,4 @@
-"""Reads options that a program does not set. Environment variables take precedence over a YAML file."""
+"""Reads options from environment variables and a YAML file, for options that a program does not set."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def resolved(
         kind: the class of the options.
         stated: the options that the program sets, as pairs of a source's name and a dict from option to
             value. If several sources set an option, the first one wins.
-        environment: the environment variables, which can set the options that the program leaves out.
-        door: the framework's name, for the warning about an option that has no effect in it.
+        environment: the environment variables, which can set options that the program does not set.
+        door: the framework's name, for the warning about an option without effect there.
 
     Raises:
         OptionError: a value is not allowed. The error names the source that set it.
@@ -69,7 +69,7 @@ def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, 
 
 
 def outside_program(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the options set by environment variables and by the YAML file that one of them names.
+    """Return the options from environment variables, then from the YAML file in ``AMP_PLUGIN_CONFIG``.
 
     Each entry is a pair of a source's name and a dict from option to value.
     """
@@ -84,7 +84,7 @@ def outside_program(environment: Mapping[str, str]) -> list[tuple[str, dict[str,
 
 
 def read_all(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert options given as text to their types.
+    """Convert options that are given as strings to their types.
 
     Values that cannot be converted are rejected by a later check.
     """
@@ -118,7 +118,7 @@ def _read(name: str, value: Any) -> Any:
     if name == "fp32_modules":
         return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
     if name == "on_spike" and isinstance(value, str):
-        # The text is a word, or a mapping such as "{of: loss, sigma: 8}".
+        # The string is a word, or a mapping such as "{of: loss, sigma: 8}".
         return yaml.safe_load(value)
     if kinds & {int, float} and isinstance(value, str):
         with suppress(ValueError):

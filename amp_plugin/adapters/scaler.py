@@ -1,4 +1,4 @@
-"""Finds parameter names, process groups and scaled gradients, for the scalers of adapters."""
+"""Passes parameter names and process groups to scalers, and records which gradients are scaled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WRAPPERS: Final = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimi
 def torch_optimizer(optimizer: Any) -> Optimizer:
     """Return the torch optimizer inside a framework's wrapper.
 
-    An optimizer without a wrapper is returned itself.
+    An optimizer without a wrapper is returned as it is.
     """
     while any(kind.__name__ in _WRAPPERS for kind in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
@@ -35,11 +35,11 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
 
 
 def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequence[nn.Module]) -> None:
-    """Register optimizers with a scaler, and give it the parameters' names from these models.
+    """Register optimizers with a scaler, with parameter names taken from the models.
 
     If there are several models, a name looks like ``Critic[1].layer.weight``. A parameter that belongs to
-    none of the models is named after its own module. For example, the temperature of a loss is
-    ``Contrastive.temperature``.
+    none of the models is named after its own module. For example, a temperature parameter in a loss module is
+    named ``Contrastive.temperature``.
     """
     named: dict[str, Tensor] = {}
     for place, model in enumerate(models):
@@ -60,7 +60,7 @@ def _unnamed(optimizer: Optimizer, named: set[int]) -> list[Tensor]:
 
 
 def scaler_groups(*models: nn.Module) -> dict[str, Any]:
-    """Return the process group of a model under FSDP1, keyed by whether its ranks hold whole gradients."""
+    """Return a model's FSDP1 process group, with a key that states whether its ranks hold whole gradients."""
     root = next((model for model in models if isinstance(model, FullyShardedDataParallel)), None)
     if root is None or root.process_group is None:
         return {}
@@ -70,10 +70,10 @@ def scaler_groups(*models: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def anomalies_explained(scaler: Any) -> Iterator[None]:
-    """If torch's anomaly detection raises, add that the loss scale may be the only cause.
+    """If torch's anomaly detection raises, add to the error that the loss scale may be the only cause.
 
-    A dynamic loss scale is found by letting some gradients overflow. Anomaly detection treats the first
-    overflow as a bug of the program, and ends a run in which nothing is wrong.
+    Dynamic loss scaling finds the scale by letting some gradients overflow. Anomaly detection mistakes the
+    first overflow for a bug, and ends a run in which nothing is wrong.
     """
     try:
         yield
@@ -90,10 +90,10 @@ def anomalies_explained(scaler: Any) -> Iterator[None]:
 
 
 class GradientOrigins:
-    """Records with hooks which gradients were computed by a backward pass inside :meth:`inside`."""
+    """Records which gradients were computed by a backward pass inside :meth:`inside`, by means of hooks."""
 
     def __init__(self) -> None:
-        # The parameters that the backward pass in the block has reached, or None outside of a block.
+        # The parameters that the backward pass in the block has reached, or None outside a block.
         self._reached: list[Tensor] | None = None
         # Gradients that a backward pass in a block computed, with their versions.
         self._inside: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -105,14 +105,14 @@ class GradientOrigins:
         """Watch these parameters and no others."""
         self.unwatch()
         distinct: dict[int, Any] = {id(param): param for param in params if param.requires_grad}
-        # Lazy parameters refuse hooks through ``__torch_function__``, so it is disabled.
+        # Lazy parameters use ``__torch_function__`` to reject hooks, so it is disabled here.
         with torch._C.DisableTorchFunctionSubclass():
             hook = self._note
             self._handles = [param.register_post_accumulate_grad_hook(hook) for param in distinct.values()]
 
     @contextmanager
     def watching(self, models: Sequence[nn.Module], scaler: GradScaler, words: Words) -> Iterator[None]:
-        """Treat backward passes in the block as scaled, and guard parameters of no registered optimizer.
+        """Record gradients from the block as scaled, and guard parameters that no registered optimizer steps.
 
         If an optimizer that is not registered with the scaler steps one of these parameters, an error is
         raised. Most programs have no such optimizer.
@@ -145,7 +145,7 @@ class GradientOrigins:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Treat gradients that are computed inside the block as gradients of a scaled loss."""
+        """Record gradients that are computed inside the block as gradients of a scaled loss."""
         before, self._reached = self._reached, []
         try:
             yield
@@ -157,13 +157,13 @@ class GradientOrigins:
                     self._inside[id(param)] = weakref.ref(param.grad), param.grad._version
 
     def is_scaled(self, param: Tensor) -> bool:
-        """Return whether a backward pass in a block made ``param.grad``, and nothing has changed it since."""
+        """Return whether ``param.grad`` was computed inside a block and has not changed since."""
         made, version = self._inside.get(id(param), (None, 0))
         grad = param.grad
         return made is not None and grad is not None and made() is grad and version == grad._version
 
     def is_from_outside(self, param: Tensor) -> bool:
-        """Return whether a backward pass outside of a block computed ``param.grad`` or added to it."""
+        """Return whether a backward pass outside the blocks computed ``param.grad`` or added to it."""
         made = self._outside.get(id(param))
         return made is not None and param.grad is not None and made() is param.grad
 
@@ -179,7 +179,7 @@ def _refuse_unknown(
     optimizer: Optimizer,
     *_: Any,
 ) -> None:
-    """Raise RuntimeError if an optimizer that was not prepared is about to step with scaled gradients."""
+    """Raise RuntimeError if an unprepared optimizer is about to step with scaled gradients."""
     made, known = origins(), scaler()
     if made is None or known is None or any(other is optimizer for other in known.core.optimizers):
         return

@@ -1,11 +1,13 @@
-"""A Session holds one training run in one precision, for every entry point.
+"""A Session represents one training run in one precision. Every entry point has a Session.
 
-An entry point such as AmpPrecision only translates the calls of its framework into calls of a Session:
+An entry point such as AmpPrecision only translates calls from its framework into calls to a Session:
 
-- ``Session(options, words=...)`` gets the options, and the framework's calls as error messages spell them.
+- ``Session(options, words=...)`` takes the options, and the names of the framework's calls for error
+  messages.
 - ``set_up_weights(model)`` is called before the model is wrapped or moved.
-- ``begin(device, groups)`` is called once the device is known. It activates op rules and places the scaler.
-- ``add(models, optimizers)`` passes parameter names to the scaler, and dtypes to optimizer states.
+- ``begin(device, groups)`` is called once the device is known. This call activates op rules and places the
+  scaler.
+- ``add(models, optimizers)`` passes parameter names to the scaler, and sets the dtypes of optimizer states.
 - ``region()``, ``backward()`` and ``step()`` make up an optimizer step.
 - ``end()`` restores float32 weights and the earlier op rules, and ends the run page.
 """
@@ -67,14 +69,14 @@ class Session:
     """One training run in one precision. Each entry point has a Session.
 
     A copy or pickle of a Session keeps the options, the scaler and the counts, but not the models, the active
-    op rules and the run page.
+    op rules or the run page.
 
     Args:
         options: the options of the entry point, checked.
-        precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"auto"``, or a format below 16 bits. If another
-            engine such as DeepSpeed casts, ``precision`` is ``"fp32"``.
-        words: the entry point's calls as error messages spell them, such as ``optimizer.step()``.
-        sources: maps each option that was set to the place where it was set.
+        precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"auto"``, or a format below 16 bits. It is ``"fp32"``
+            if another engine, such as DeepSpeed, does the casting.
+        words: how error messages spell the entry point's calls, such as ``optimizer.step()``.
+        sources: maps each option that was set to its source, such as an environment variable.
         enabled: False scales no loss, not even in fp16.
 
     Attributes:
@@ -84,10 +86,10 @@ class Session:
         sources: as given.
         device: the device type, such as ``"cuda"``. It is empty until the run begins.
         models: the models that were passed to :meth:`set_up_weights`, in order.
-        growth: measures how much the weights have grown, for the error that ends a run of skipped steps.
+        growth: measures how much the weights have grown, for the error about too many skipped steps.
         origins: records which gradients came from scaled backward passes.
         at_end: the exit stack of changes that :meth:`end` undoes.
-        measures_norms: True if gradient norms are measured even though nothing clips.
+        measures_norms: True if gradient norms are measured even without clipping.
         attempted_steps: the number of optimizer steps so far, including skipped steps.
         is_aside: True inside :meth:`aside`, where optimizers step without the scaler.
     """
@@ -122,7 +124,7 @@ class Session:
         self._seen: list[weakref.ref[StepResult]] = []
         # The ids of the optimizers that have stepped in the current iteration.
         self._stepped: set[int] = set()
-        # The growth of the weights, for the error that ends a run of skipped steps.
+        # The growth of the weights, for the error about too many skipped steps.
         self.growth = WeightGrowth()
         self._enabled = enabled
         self.formats = LayerFormats()
@@ -181,14 +183,14 @@ class Session:
     def dtype_plan(self) -> DtypePlan:
         """The dtypes of weights, compute and gradient reduction, for FSDP."""
         return DtypePlan(
-            compute=self.training_dtype,  # type: ignore[arg-type] # converted to a name
+            compute=self.training_dtype,  # type: ignore[arg-type] # to a name
             fp32_modules=self.options.fp32_modules,
             reduce=self.options.reduce,
             weights=self.options.weights,
         )
 
     def compute_in(self, precision: str, *, named: str, converts: bool = True) -> None:
-        """Set the precision, for a framework that decides it after the options are known.
+        """Set the precision, for frameworks that decide it after the options are known.
 
         Args:
             precision: the precision, as for the constructor.
@@ -197,8 +199,7 @@ class Session:
                 framework does it.
 
         Raises:
-            OptionError: the option ``weights`` asks for a different dtype than the one in which models
-                compute.
+            OptionError: the option ``weights`` requires a dtype other than the one in which models compute.
         """
         with naming(self.sources):
             refuse_other_precision(self.options.weights, precision, named=named)
@@ -206,7 +207,7 @@ class Session:
         self._read_formats(precision if converts else "bf16")
 
     def _read_formats(self, precision: str) -> None:
-        """Read from the options which Linear layers are converted to which format."""
+        """Read from the options which Linear layers to convert, and to which format."""
         with naming(self.sources):
             patterns = read_formats(self.options.formats)
             if patterns and self.training_dtype is not torch.bfloat16:
@@ -262,7 +263,7 @@ class Session:
         return self.options.device if isinstance(self.options, PluginOptions) else None
 
     def _refuse_other_choice(self, device: str) -> None:
-        """Raise OptionError if "auto" chose for one device, but the model runs on another."""
+        """Raise OptionError if "auto" would have chosen another precision for the model's device."""
         if self._auto in {"", device} or choose_precision(device).precision == self.precision:
             return
         choice = choose_precision(device)
@@ -292,10 +293,12 @@ class Session:
         Session._in_force.close()
 
     def end(self, *, warn: Callable[[str], object] | None, error: BaseException | None = None) -> None:
-        """End the run. Weights become float32 and earlier op rules apply again. Loss scale and counts stay.
+        """End the run. Weights become float32 again, and earlier op rules are restored.
+
+        The loss scale and the counts do not change.
 
         Args:
-            warn: a function that gets a warning text if all steps of the run were skipped. None gives no
+            warn: a function that is called with a warning if all steps of the run were skipped. None gives no
                 warning.
             error: the error that ended the run, if one did.
         """
@@ -311,7 +314,7 @@ class Session:
 
     @property
     def are_all_stored(self) -> bool:
-        """Whether all weights are stored in 16 bits, so that activations are in 16 bits too."""
+        """Whether all weights are stored in 16 bits, which makes activations 16-bit too."""
         return stores_all(self.options.weights)
 
     @property
@@ -320,13 +323,13 @@ class Session:
         return self.are_all_stored and not self._meets_fp32
 
     def set_up_weights(self, model: nn.Module, fp32_modules: Sequence[str] = ()) -> bool:
-        """Store a model's weights as the option ``weights`` says, before the model is wrapped or moved.
+        """Store a model's weights as the option ``weights`` specifies, before the model is wrapped or moved.
 
-        ``set_up_weights`` may be called again after the end of a run has made the weights float32.
+        The end of a run makes the weights float32. After that, ``set_up_weights`` may be called again.
 
         Returns:
-            True if the model's weights were in 16 bits before they were set up. A checkpoint that was loaded
-            into them earlier was rounded to 16 bits.
+            True if the model's weights were in 16 bits before they were set up. Any checkpoint loaded into
+            them earlier was rounded to 16 bits.
         """
         weights = self.options.weights
         stores = weights != "fp32"
@@ -339,7 +342,7 @@ class Session:
         if stores:
             store_weights(model, weights=weights, fp32_modules=fp32_modules)
             self._meets_fp32 |= bool(fp32_modules) or any(map(_has_fp32_buffers, model.modules()))
-        # Weights of sharded models, and of fp32 runs, are not converted to float32 automatically.
+        # The weights of sharded models and of fp32 runs are not converted to float32 automatically.
         elif self.precision != "fp32" and not is_sharded_model(model):
             if line := convert_to_fp32(model):
                 warn_user(line)
@@ -364,7 +367,7 @@ class Session:
         Args:
             models: the models. If a model is wrapped in DistributedDataParallel, its gradients are reduced in
                 float32.
-            optimizers: optimizers of torch, or the framework's wrappers of them.
+            optimizers: torch optimizers, or the framework's wrappers around them.
             named: the models whose parameter names are used.
         """
         for model in models:
@@ -379,7 +382,7 @@ class Session:
     # -- models that are sharded -----------
 
     def check_sharded(self) -> None:
-        """Raise OptionError if the model is sharded by FSDP, and evaluation has its own precision."""
+        """Raise OptionError if evaluation has its own precision, which FSDP cannot provide."""
         in_eval, precision = self.eval_precision, self.precision
         if in_eval != precision != "fp32":
             msg = (
@@ -390,7 +393,7 @@ class Session:
                 raise OptionError(option="eval_precision", value=in_eval, allowed=repr(precision), text=msg)
 
     def check_shards(self, model: nn.Module, *, warn: Callable[[str], Any] = warn_user) -> None:
-        """Check that a sharded model has the planned dtypes, and warn if ``reduce`` has no effect."""
+        """Check that a sharded model has the planned dtypes. Warn if the option ``reduce`` has no effect."""
         reduce = self.options.reduce
         if check_against_plan(model, self.dtype_plan):
             self.check_sharded()
@@ -407,7 +410,7 @@ class Session:
     def scaler(self) -> GradScaler:
         """The scaler in use. If no loss is scaled, it is a disabled scaler that only counts steps.
 
-        The scaler is created at first use, because its creation loads the native core.
+        The scaler is created at first use, because creating it loads the native core.
         """
         if self._scaler is None:
             self.take_scaler(self.new_scaler(enabled=self.scales_loss))
@@ -415,10 +418,10 @@ class Session:
 
     @property
     def shown_scaler(self) -> Any:
-        """The scaler that a program sees as an attribute, or None if no loss is scaled.
+        """The scaler that the entry point shows to the program, or None if no loss is scaled.
 
-        A program may switch the scaler off for some batches by ``scaler._enabled = False``. A scaler that is
-        switched off remains visible, so that the program can switch it on again.
+        A program may switch the scaler off for some batches with ``scaler._enabled = False``. A scaler that
+        is switched off remains visible, so that the program can switch it on again.
         """
         scaler = self.scaler
         return scaler if self._came_enabled or scaler.is_enabled() else None
@@ -429,12 +432,12 @@ class Session:
         return GradScaler(device or self.device or "cpu", enabled=enabled and self._enabled, **options)
 
     def replace_scaler(self, given: Any, name: str) -> None:
-        """Use another scaler, which the user has assigned to the attribute called ``name``.
+        """Use the scaler that the user has assigned to the attribute called ``name``.
 
         Args:
             given: a ``torch.amp.GradScaler``, an object with all methods of ``amp_plugin.GradScaler``, or
-                None. Options and state of torch's scaler are copied to a new ``amp_plugin.GradScaler``. With
-                None, no loss is scaled.
+                None. The options and state of torch's scaler are copied to a new ``amp_plugin.GradScaler``.
+                With None, no loss is scaled.
             name: the name of the attribute, for the error message.
 
         Raises:
@@ -468,14 +471,14 @@ class Session:
 
     @property
     def _max_skips(self) -> int:
-        """The number of skipped steps in a row that ends the run.
+        """The number of consecutive skipped steps that ends the run.
 
         With 0, skipped steps never end the run.
         """
         return getattr(self.options, "max_skips_in_a_row", 0)
 
     def _look(self, step: StepResult) -> None:
-        """Raise an error if too many optimizer steps in a row were skipped."""
+        """Raise an error if too many consecutive optimizer steps were skipped."""
         if step.in_a_row == self._max_skips:
             raise endless_skips(step, self.words, self.growth)
 
@@ -484,7 +487,7 @@ class Session:
     def region(self, precision: str | None = None, *, cache_enabled: bool | None = None) -> torch.autocast:
         """Return a new autocast region, by default for the training precision.
 
-        If all weights are stored in 16 bits, the region is a disabled one, because models need no autocast.
+        If all weights are stored in 16 bits, the region is disabled, because the models need no autocast.
         """
         dtype = TRAINING_DTYPES[precision or self.precision]
         if dtype is torch.float32 or self.replaces_autocast:
@@ -500,7 +503,7 @@ class Session:
         return self.origins.watching(list(models), self.scaler, self.words)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale, take or skip the optimizer step, and update the loss scale. Return the step's result."""
+        """Unscale gradients, step or skip, and update the loss scale. Return the step's result."""
         if self.is_aside:
             return optimizer.step(*args, **kwargs)
         output = self.scaler.step(optimizer, *args, **kwargs)
@@ -522,7 +525,8 @@ class Session:
     def aside(self) -> Iterator[None]:
         """Let optimizers step without the scaler inside the block.
 
-        A framework that saves or loads a checkpoint may create optimizer state by a step with zero gradients.
+        When a framework saves or loads a checkpoint, it may step with zero gradients to create optimizer
+        state.
         """
         before, self.is_aside = self.is_aside, True
         try:
@@ -531,11 +535,11 @@ class Session:
             self.is_aside = before
 
     def count_step(self) -> None:
-        """Count an optimizer step that the entry point has performed."""
+        """Count an optimizer step that the entry point has taken or skipped."""
         self.attempted_steps += 1
 
     def measure_norms(self, *, wanted: bool) -> None:
-        """Turn on or off the measuring of gradient norms for steps that do not clip."""
+        """Turn the measurement of gradient norms on or off, for steps that do not clip."""
         self.measures_norms = wanted
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
@@ -552,7 +556,7 @@ class Session:
         return True
 
     def new_norms(self, optimizers: Iterable[Any]) -> dict[str, Tensor] | None:
-        """Return the norms of unscaled gradients, before clipping, for the steps since the last call.
+        """Return the gradient norms (unscaled, before clipping) of the steps since the last call.
 
         Returns:
             A dict with the key ``grad_norm`` and the norm (float32, 0-dim). If there are several optimizers,
@@ -570,7 +574,7 @@ class Session:
     # -- state and run page ----------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale, with torch's keys.
+        """Return the loss scale's state, with the keys that torch uses.
 
         If no loss is scaled, the state is empty, except for the statistics of ``on_spike``.
         """
@@ -580,10 +584,10 @@ class Session:
         return {**self.scaler.state_dict(), "optimizer_steps": taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
-        """Load the state of a loss scale that amp_plugin, torch or a stock plugin has saved.
+        """Load a loss scale's state saved by amp_plugin, torch or a stock plugin.
 
         Returns:
-            A warning text if the state is not used, because this precision scales no loss. Otherwise "".
+            A warning if the state was saved in another precision and cannot be used, else "".
         """
         # A state with only this key was saved by a run without a loss scale.
         if state.keys() == {OUR_KEY}:
@@ -601,18 +605,19 @@ class Session:
         return f"the checkpoint was written in another precision; {kept}"
 
     def watch(self, models: Sequence[nn.Module], path: str | Path | None) -> Path | None:
-        """Watch modules, to name the module at which a step goes wrong.
+        """Watch modules, so that reports can name the module at which a step goes wrong.
 
         If ``path`` is given, write a run page.
 
-        The run page is an HTML report. The watch ends with :meth:`end_watch` or with the process. A second
-        call makes the watch follow the models of that call. A watch that fails gives one warning and ends.
+        The run page is an HTML report. The watch ends when :meth:`end_watch` is called or the process ends. A
+        second call makes the watch switch to the models of that call. If the watch fails, it gives one
+        warning and ends.
 
         Returns:
             The path of the run page, or None if no run page is written.
 
         Raises:
-            ImportError: packages of the pip extra ``report`` are not installed.
+            ImportError: the packages of the pip extra ``report`` are not installed.
         """
         if self._watch is None:
             self._watch = _opened_watch(self.scaler, models, path, self.options)
@@ -654,7 +659,7 @@ class EntryPoint:
     """The base class of all entry points, with the methods that they share.
 
     Attributes:
-        words: the entry point's calls as error messages spell them, such as ``optimizer.step()``.
+        words: how error messages spell the entry point's calls, such as ``optimizer.step()``.
         session: the Session that holds the options, the scaler and the models.
     """
 
@@ -688,7 +693,7 @@ class EntryPoint:
         None, unless AmpMonitor or clipping has measured it.
 
         Args:
-            optimizer: an optimizer of torch, or the framework's wrapper of one.
+            optimizer: a torch optimizer, or the framework's wrapper around one.
 
         Raises:
             RuntimeError: the optimizer has not stepped yet, or another engine such as DeepSpeed steps it.
@@ -700,7 +705,7 @@ class EntryPoint:
         return self._scaler.core.result_of(torch_optimizer(optimizer))
 
     def landed(self, optimizer: Optimizer, *, wait: bool = True) -> bool:
-        """Return True if an optimizer's last step was not skipped, as ``amp_plugin.GradScaler.landed()``."""
+        """Return True if an optimizer's last step was not skipped, as does ``GradScaler.landed()``."""
         return self._scaler.landed(torch_optimizer(optimizer), wait=wait)
 
     def grad(
@@ -727,7 +732,7 @@ class EntryPoint:
 
 
 def endless_skips(step: StepResult, words: Words, growth: WeightGrowth) -> RuntimeError:
-    """Return the error for a run that skips all steps. The error names parameters, a remedy, and a command.
+    """Return the error for a run that skips all steps. It names parameters, a remedy, and a command.
 
     If the weights have grown, the remedy is a lower learning rate. A wider dtype would only delay the
     overflow.
@@ -760,7 +765,7 @@ def _refuse_stranger(given: Any, name: str) -> None:
 
 
 def _has_fp32_buffers(module: nn.Module) -> bool:
-    """Return True if a module has float32 buffers that may turn 16-bit activations into float32.
+    """Return True if a module has float32 buffers that may promote 16-bit activations to float32.
 
     A product of a 16-bit activation and a float32 buffer is float32. Running statistics of normalization
     layers do not count, because these layers accept 16-bit activations.

@@ -1,14 +1,14 @@
-"""Replaces torch's GradScalers by amp_plugin's while a program runs under ``amp-plugin run``.
+"""Replaces torch's GradScalers with amp_plugin's while a program runs under ``amp-plugin run``.
 
-During the run ``torch.amp.GradScaler``, like each of its aliases, names a subclass of
-``amp_plugin.GradScaler`` with torch's class name and signature. Therefore ``type(scaler) is
-torch.amp.GradScaler`` holds, and subclasses in the program derive from amp_plugin's scaler. A method that the
-program assigns to the class is called. If a program's subclass was defined before the takeover, from torch's
-own class, its instances are replaced when they are made.
+During the run, ``torch.amp.GradScaler`` and its aliases refer to a subclass of ``amp_plugin.GradScaler`` with
+torch's class name and signature. Therefore ``type(scaler) is torch.amp.GradScaler`` holds, and subclasses in
+the program derive from amp_plugin's scaler. If the program assigns a method to the class, the scaler calls
+that method. If the program subclassed torch's own class before the takeover, instances of the subclass are
+replaced when they are created.
 
-A replaced scaler is pickled as an instance of torch's class with torch's state. Therefore a file that was
-written under ``amp-plugin run`` can be loaded without amp_plugin. If the file is loaded under ``amp-plugin
-run``, the scaler becomes an ``amp_plugin.GradScaler`` again.
+A replaced scaler is pickled as an instance of torch's class with torch's state. Therefore a file written
+under ``amp-plugin run`` can be loaded without amp_plugin. If the file is loaded under ``amp-plugin run``, the
+scaler becomes an ``amp_plugin.GradScaler`` again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from amp_plugin.scaling.shared import OUR_KEY
 
 _TORCHS: Final[Any] = next(kind for kind in GradScaler.__mro__ if kind.__module__.startswith("torch."))
 _PRIVATE: Final = {name for name in vars(_TORCHS) if name.startswith("_") and not name.startswith("__")}
-# The modules that export a scaler class. The first of each row defines the class.
+# The modules that export a scaler class. The first module in each row defines the class.
 _MODULES: Final = (
     ("torch.amp.grad_scaler", "torch.amp", "torch"),
     ("torch.cuda.amp.grad_scaler", "torch.cuda.amp"),
@@ -57,14 +57,14 @@ def overrides_private(kind: type) -> bool:
 
 
 class _StandsIn(ABCMeta):
-    """The metaclass of the stand-in classes, which carry the names of torch's scalers during the run.
+    """The metaclass of the stand-in classes, which have the names of torch's scalers during the run.
 
-    With a stand-in class, ``isinstance`` and ``issubclass`` answer as with torch's class. The metaclass
-    derives from ABCMeta, so that a program's subclass may also be abstract.
+    For a stand-in class, ``isinstance`` and ``issubclass`` return the same as for torch's class. The
+    metaclass derives from ABCMeta, so that a program's subclass may also be abstract.
     """
 
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
-        """Make a subclass for the program, based on torch's class if it overrides torch's private methods."""
+        """Create a subclass. If it overrides torch's private methods, derive it from torch's class."""
         mixins = (kind for base in bases for kind in base.__mro__ if not issubclass(kind, _TORCHS))
         if any(_PRIVATE & names.keys() for names in (namespace, *map(vars, mixins))):
             bases = tuple(vars(base).get("_stands_for", base) for base in bases)
@@ -93,7 +93,7 @@ class _Takes:
         self._taken: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def note(self, scaler: Any) -> None:
-        """Remember a scaler that was replaced by one of amp_plugin."""
+        """Remember an amp_plugin scaler that has replaced a torch scaler."""
         self._taken.add(scaler)
         self._made(scaler)
 
@@ -102,7 +102,7 @@ class _Takes:
         return scaler in self._taken
 
     def load(self, scaler: Any, state: Mapping[str, Any]) -> None:
-        """Initialize an empty ``amp_plugin.GradScaler`` with the state of a pickled torch scaler."""
+        """Initialize an empty ``amp_plugin.GradScaler`` from the state of a pickled torch scaler."""
         options = {option: state[name] for name, option in _OPTIONS.items() if name in state}
         options |= {"device": state["_device"], "enabled": state["_enabled"]}
         GradScaler.__init__(scaler, **self.arguments((), options))
@@ -118,7 +118,7 @@ def scalers_taken(
     arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]],
     made: Callable[[Any], object],
 ) -> Iterator[None]:
-    """Replace each torch scaler that a program creates or loads by an ``amp_plugin.GradScaler``.
+    """Replace each torch scaler that a program creates or loads with an ``amp_plugin.GradScaler``.
 
     ``may_take`` returns whether scalers of a class may be replaced. ``arguments`` returns the arguments for
     the new scaler. ``made`` is called with each new scaler.
@@ -167,7 +167,7 @@ def _stand_in(takes: _Takes) -> type:
 
     @functools.wraps(_TORCHS.__init__)
     def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
-        # A subclass that stays torch's also reaches this function through ``super().__init__()``.
+        # A subclass that is not replaced also calls this function, through ``super().__init__()``.
         if not isinstance(scaler, GradScaler):
             _TORCHS.__init__(scaler, *args, **kwargs)
             return
@@ -187,7 +187,7 @@ def _stand_in(takes: _Takes) -> type:
 
 
 def _state_dict(scaler: Any) -> dict[str, Any]:
-    """Return the state with torch's keys, and with our own key if it holds more than the skip count."""
+    """Return the state with torch's keys, plus amp_plugin's key if that holds more than the skip count."""
     if not isinstance(scaler, GradScaler):
         return _TORCHS.state_dict(scaler)  # type: ignore[no-any-return]
     state = GradScaler.state_dict(scaler)
@@ -196,14 +196,14 @@ def _state_dict(scaler: Any) -> dict[str, Any]:
 
 
 def _made(theirs: type, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
-    """Return a class that stands in for a class of torch and has the name of that class."""
+    """Return a class that stands in for a torch class and has its name."""
     named = {name: getattr(theirs, name) for name in ("__module__", "__qualname__", "__doc__")}
     everything = {**named, "_stands_for": theirs, **namespace}
     return ABCMeta.__new__(_StandsIn, theirs.__name__, bases, everything)
 
 
 def _state_of_torchs(scaler: Any) -> dict[str, Any]:
-    """Return the attributes of a torch scaler in the same state, plus attributes that the program has set."""
+    """Return the attributes of a torch scaler in the same state, plus any that the program has set."""
     device = scaler.core.shared.device
     state: dict[str, Any] = {"_device": device, "_enabled": scaler.is_enabled()}
     if scaler.is_enabled():

@@ -1,9 +1,9 @@
-"""Makes torch.amp, Accelerate, Lightning and Fabric use amp_plugin in a program that is not edited.
+"""Makes torch.amp, Accelerate, Lightning and Fabric use amp_plugin in an unmodified program.
 
-``amp-plugin run`` begins a :class:`Takeover`. The takeover starts when the program imports torch. The
-takeover lasts as long as the process, because threads and ``atexit`` handlers run after the program's last
-line. Child processes inherit the environment variable ``AMP_PLUGIN_TAKEOVER``. Importing torch in a child
-process reads this variable (``amp_plugin_autoload``), so the takeover starts there too.
+``amp-plugin run`` begins a :class:`Takeover`, which starts when the program imports torch. The takeover lasts
+until the process ends, because threads and ``atexit`` handlers run after the program's last line. Child
+processes inherit the environment variable ``AMP_PLUGIN_TAKEOVER``. When a child process imports torch,
+``amp_plugin_autoload`` reads this variable and starts the takeover there too.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ _NAMES: Final = (
 
 
 class Takeover:
-    """Make a program use amp_plugin inside a ``with`` block, and print at the end what it used.
+    """Make a program use amp_plugin inside a ``with`` block, and print what it used at the end.
 
-    Blocks of ``torch.autocast`` run on amp_plugin's kernels, and follow the op rules of ``rules`` if that
-    file is given. New scalers, Accelerators, Trainers and Fabrics are replaced by those of amp_plugin.
+    ``torch.autocast`` blocks run on amp_plugin's kernels, and follow the op rules in the file ``rules`` if
+    one is given. New scalers, Accelerators, Trainers and Fabrics are replaced by those of amp_plugin.
     ``precision`` applies if the program chooses none. ``page`` is the path of the run page, an HTML report.
-    ``options`` are options of scalers and plugins as text, for options that the program does not set.
+    ``options`` maps names of scaler and plugin options to strings, which apply unless the program sets these
+    options.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Takeover:
         self._made: dict[str, None] = {}
         # True once the program has made an amp_plugin scaler, under any class name.
         self._uses_ours = False
-        # True once an enabled scaler exists, or a framework that creates a scaler if needed.
+        # True once the program has made an enabled scaler, or an Accelerator, Trainer or Fabric.
         self._scales = False
         self._uses_framework = False
         self._blocks: Counter[tuple[str, torch.dtype]] = Counter()
@@ -92,7 +93,7 @@ class Takeover:
         self._begun.enter_context(when_imported({"torch": lambda _: self}))
 
     def program_failed(self, error: BaseException | None) -> None:
-        """Record that the program ended with an error. If torch rejected dtypes, print what to do."""
+        """Record that the program ended with an error. If torch rejected the dtypes, print advice."""
         self._failed = True
         if error is None or "torch" not in sys.modules:
             return
@@ -105,7 +106,7 @@ class Takeover:
     def _end_with_process(self) -> None:
         """End the takeover after everything else.
 
-        A multiprocessing finalizer ends the takeover, because child processes of multiprocessing run no
+        A multiprocessing finalizer ends the takeover, because child processes of multiprocessing do not run
         atexit handlers.
         """
         self.end = util.Finalize(None, self._ended, exitpriority=0)
@@ -162,7 +163,7 @@ class Takeover:
         self._say_what_was_used()
 
     def _choose(self) -> None:
-        """Choose the precision that "auto" means here, and print the reason. This needs torch."""
+        """Choose the precision for "auto" on this machine, and print the reason. This needs torch."""
         if self._precision != "auto":
             return
         from amp_plugin.hardware import auto_precision  # noqa: PLC0415 - loads torch
@@ -172,7 +173,7 @@ class Takeover:
         self._say(f"--precision auto is {choice.precision}: {choice.reason}")
 
     def _rules(self) -> OpRules | None:
-        """Return the op rules of the given file. If the rules are not usable, say why and end the process."""
+        """Return the op rules of the given file. If they cannot be used, print why and end the process."""
         if self._rules_file is None:
             return None
         from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
@@ -211,9 +212,11 @@ class Takeover:
         self._made.clear()
 
     def _told_of_steps(self) -> str:
-        """Return a text with the counts of taken and skipped steps and the last loss scale; "" without steps.
+        """Return a string with the numbers of taken and skipped steps and the last loss scale.
 
-        If the program has failed, this does not wait for the device, because the device may never respond.
+        The string is empty if there were no steps.
+
+        If the program has failed, the method does not wait for the device, which may never respond.
         """
         told: tuple[int, int, float | None] = (0, 0, None)
         if self._totals is not None:
@@ -250,7 +253,7 @@ class Takeover:
             self._say(f"{advice}; convolutions may take up to 100 times as long")
 
     def _forked(self) -> None:
-        """Make a forked child process of multiprocessing report only what it used itself."""
+        """Make a forked child process report only what it used itself."""
         self._blocks.clear()
         self._made.clear()
         if self._totals is not None:
@@ -274,7 +277,7 @@ class Takeover:
         os.environ.update(given)
 
     def _scaling_noted(self, kind: Any) -> AbstractContextManager[object]:
-        """Record whether the program makes an amp_plugin scaler, and whether one is enabled."""
+        """Record whether the program makes an amp_plugin scaler, and whether any of them is enabled."""
         original = kind.__init__
 
         @functools.wraps(original)
@@ -288,7 +291,7 @@ class Takeover:
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of a scaler.
 
-        Environment variables replace those arguments that have torch's default.
+        Environment variables override keyword arguments that equal torch's defaults.
 
         Raises:
             OptionError: an option of the loss scale is wrong. The error names the flag of ``amp-plugin run``
@@ -316,7 +319,7 @@ class Takeover:
     def _may_take(self, kind: type) -> bool:
         """Return whether a scaler class may be replaced.
 
-        Classes that override private methods of torch's scaler may not be replaced.
+        Classes that override private methods of torch's scaler are never replaced.
         """
         from amp_plugin.adapters.taken_scalers import overrides_private  # noqa: PLC0415 - loads torch
 
@@ -334,7 +337,7 @@ class Takeover:
         ours = partial(lightning.plugin_in_place_of_stock, precision=self._precision, made=self._note)
         return {
             # Importing Accelerate loads amp_plugin's adapter for it.
-            # If the adapter itself imports Accelerate, install() follows once the adapter is loaded.
+            # If the adapter imports Accelerate itself, install() runs once the adapter is loaded.
             "accelerate": lambda _: nullcontext(importlib.import_module(_ADAPTER)),
             _ADAPTER: self._accelerate,
             **dict.fromkeys(lightning.CONNECTORS, ours),
@@ -357,7 +360,7 @@ class Takeover:
         self._say(f"{finding.headline}, at {finding.caller or finding.place}: {finding.advice}")
 
     def _note(self, made: str) -> None:
-        """Record that an Accelerator, Trainer or Fabric was made, which creates a scaler if needed."""
+        """Record a new Accelerator, Trainer or Fabric. Each of them creates a scaler if it needs one."""
         self._made[made], self._scales, self._uses_framework = None, True, True
 
     def _note_scaler(self, scaler: Any) -> None:
@@ -376,7 +379,7 @@ class Takeover:
 def when_imported(
     actions: Mapping[str, Callable[[ModuleType], AbstractContextManager[object]]],
 ) -> Iterator[None]:
-    """Enter a module's context when the module is imported, or now if it already is. Leave all at the end."""
+    """Enter a module's context when the module is imported, or now if it has been. Exit all at the end."""
     with ExitStack() as undo:
 
         def act(module: ModuleType) -> None:
@@ -424,13 +427,15 @@ def end_runs() -> None:
 
 
 def bind_environment() -> None:
-    """Apply op rules and a takeover that environment variables ask for. ``import torch`` calls this.
+    """Apply the op rules and the takeover that environment variables request.
 
-    ``AMP_PLUGIN_RULES`` names op rules. ``amp-plugin run`` sets ``AMP_PLUGIN_TAKEOVER`` for the child
-    processes of its program.
+    ``import torch`` calls this function.
+
+    ``AMP_PLUGIN_RULES`` names a file of op rules. ``amp-plugin run`` sets ``AMP_PLUGIN_TAKEOVER`` for the
+    child processes of its program.
 
     Raises:
-        OptionError: one of the two environment variables has a wrong value. The error names the variable.
+        OptionError: one of the two environment variables has an invalid value. The error names the variable.
     """
     if _BOUND or is_launcher():
         return

@@ -1,7 +1,7 @@
-"""Applies op rules and a dtype to ``torch.autocast`` blocks of programs that do not use amp_plugin.
+"""Applies op rules and a dtype to ``torch.autocast`` blocks in programs that do not use amp_plugin.
 
-``amp-plugin run`` applies rules and dtype for one run of a program. ``AMP_PLUGIN_RULES`` applies rules in
-each process that imports torch (see ``amp_plugin_autoload``).
+``amp-plugin run`` applies rules and a dtype during one run of a program. ``AMP_PLUGIN_RULES`` applies rules
+in each process that imports torch (see ``amp_plugin_autoload``).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def bound_autocast(
     """Make ``torch.autocast`` follow ``rules``, and use ``dtype`` in blocks without a dtype.
 
     The context yields a Counter of enabled blocks by device type and dtype. ``on_first`` is called at the
-    first block of each device type and dtype. ``name`` is the name of the rules file. If no block or region
-    has read the rules by the end, the main process prints a warning.
+    first block with each pair of device type and dtype. ``name`` is the name of the rules file. If no block
+    or region has read the rules by the end, the main process prints a warning.
     """
     import torch  # noqa: PLC0415 - torch may be loading this module
 

@@ -128,7 +128,7 @@ def _counts(totals: CastTotals) -> tuple[str, ...]:
     return f"{totals.casts:,}", f"{totals.cached:,}", filesize.decimal(totals.bytes)
 
 
-# The log scope of ops that run outside of any module.
+# The log scope of ops that run outside any module.
 _OUTSIDE = -1
 
 
@@ -215,7 +215,7 @@ class CastLog:
                 self._paths.append(f"{type(root).__name__}.{name}".rstrip("."))
 
     def _collect(self) -> None:
-        """Take records out of the native log, while the tensors to which they refer are alive."""
+        """Move records out of the native log while the tensors to which they refer are alive."""
         self._collected.extend(map(self._cast, KERNELS.native.take_cast_log()))
 
     def _cast(self, logged: tuple[Any, ...]) -> Cast:
@@ -264,8 +264,8 @@ class CastLog:
         """Return a rich table of the casts. Equal casts share a row. Rows with the most bytes come first.
 
         Args:
-            by: ``"cast"`` gives a row for each combination of module, op, argument and dtypes. ``"module"``
-                and ``"op"`` give a row for each module or op.
+            by: ``"cast"`` gives one row for each combination of module, op, argument and dtypes. ``"module"``
+                and ``"op"`` give one row for each module or op.
 
         Raises:
             ValueError: ``by`` has any other value.
@@ -288,15 +288,15 @@ def log_casts(model: nn.Module | None = None) -> CastLog:
     """Record each cast of inputs, weights and activations that autocast makes.
 
     The log covers ``amp_plugin.autocast`` regions. Casts in ``torch.autocast`` blocks are logged only while
-    rules of ``set_default_rules`` are in force, because these blocks otherwise run on torch's kernels.
+    rules from ``set_default_rules`` are in force, because these blocks otherwise run on torch's kernels.
 
-    The log does not include casts in compiled code, which are part of the compiled graph, nor conversions
+    The log does not include casts in compiled code, which are part of the compiled graph, or conversions
     inside a kernel, such as ``softmax`` with ``dtype=``. An open log wraps the calls of modules. If no log is
     open, there is no cost.
 
     Args:
         model: the model whose module and parameter names are recorded. By default, every module that is
-            called outside of another module is treated as a model.
+            called outside another module counts as a model.
 
     Returns:
         A context manager that records casts. The methods ``records()``, ``table()``, ``to_pandas()``,

@@ -1,8 +1,8 @@
 """Makes op rules of regions visible to torch's tracers, for torch.compile and torch.export.
 
 A region is traced as ``torch.autocast`` blocks plus an op that states which rules are in force. The op names
-the rules by their content, so that graphs and the keys of torch's compile caches mean the same in every
-process. ``csrc/rules_in_force.h`` explains the encoding.
+the rules by their content, so that graphs and the keys of torch's compile caches have the same meaning in
+every process. ``csrc/rules_in_force.h`` explains the encoding.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from amp_plugin.casting.rules import OpRules, rules_with_content
 from amp_plugin.casting.rules_in_force import number_on
 from amp_plugin.kernels.build import require_native
 
-# The autocast dtypes of two unused device types encode the number of the rules in two digits.
+# The autocast dtypes of two unused device types encode the number of the rule set in two digits.
 # ZEROS are the dtypes that stand for 0.
-# The dtype of the device type _GATE shows whether these blocks are open.
+# The autocast dtype of the device type _GATE shows whether ``_blocks`` is open.
 DIGITS = ("maia", "mtia")
 ZEROS = (torch.bfloat16, torch.float16)
 _GATE, _OPEN = "ipu", torch.bfloat16
@@ -61,7 +61,7 @@ def are_rules_in_force() -> bool:
 
 
 def content_of(rules: OpRules | None) -> str:
-    """Return the text by which a graph names rules, or ``""`` for the default rules."""
+    """Return the string that names rules in a graph, or ``""`` for the default rules."""
     return "" if rules is None else rules.content
 
 
@@ -69,8 +69,8 @@ def content_of(rules: OpRules | None) -> str:
 def _blocks(
     device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, content: str
 ) -> Iterator[None]:
-    # Dynamo would record these dtypes in the graph.
-    # But another process may number its rule sets differently.
+    # Under Dynamo these dtypes do not change, because Dynamo would record them in the graph.
+    # In another process the same dtypes may stand for another rule set.
     low, high = (None, None) if is_dynamo_compiling() else ZEROS
     with (
         torchs_autocast(_GATE, _OPEN, False),
@@ -109,8 +109,8 @@ def teach_dynamo(kind: type[torch.autocast]) -> None:
     """Make Dynamo trace regions that were created outside of compiled code, and restart its trace.
 
     Dynamo treats instances of subclasses of ``torch.autocast`` like torch's own blocks, so it would drop the
-    rules of a region. But Dynamo first looks at a table of types, and ``teach_dynamo`` adds ``kind`` to that
-    table.
+    rules of a region. However, Dynamo first looks up a table of types, to which ``teach_dynamo`` adds
+    ``kind``.
 
     Raises:
         RestartAnalysis: always, which makes Dynamo trace the frame again.

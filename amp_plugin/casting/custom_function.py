@@ -33,14 +33,14 @@ def custom_fwd(
     because it sets its attributes on the first input instead of the context (pytorch issue 132388).
 
     Args:
-        fwd: the ``forward`` method, which is left out if the decorator is used with options.
+        fwd: the ``forward`` method. Leave it out if you pass options to the decorator.
         device_type: the device type whose autocast state is used, such as ``"cuda"``. The default is the
-            device type of the tensor arguments. If some tensors are on the CPU and some are not, the CPU is
-            ignored. Torch's decorator has no default.
+            device type of the tensor arguments. CPU tensors are ignored if there are tensors on another
+            device. Torch's decorator has no default.
         cast_inputs: a dtype. If ``cast_inputs`` is given and autocast is on, ``forward`` runs with autocast
             off, and floating-point inputs on the device are cast to this dtype, except those in fp64. Tensors
-            inside mappings, lists, tuples and other containers that are registered with torch.utils._pytree
-            are cast too. Elements of iterators are cast when they are consumed.
+            inside mappings, lists, tuples and other containers registered with torch.utils._pytree are cast
+            too. Elements of iterators are cast when they are consumed.
 
     Returns:
         The decorated method.
@@ -100,7 +100,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
     """Make the ``backward`` of an autograd Function run in the autocast state of its ``forward``.
 
     Args:
-        bwd: the ``backward`` method, which is left out if the decorator is used with options.
+        bwd: the ``backward`` method. Leave it out if you pass options to the decorator.
         device_type: the device type whose autocast state is restored, such as ``"cuda"``. The default is the
             device type that ``custom_fwd`` used.
 

@@ -2,7 +2,7 @@
 
 ``rules.py`` states the dtype in which each op runs. ``csrc/autocast_kernel.cpp`` applies these rules in
 functors on torch's autocast dispatch keys. If the native core is missing, regions are ``torch.autocast``
-blocks with the default rules and without the cache of casts.
+blocks with the default rules and no cache of casts.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class AutocastKernels:
             regions are ``torch.autocast`` blocks.
         leave: a function that closes a native region, given its position counted from the innermost region.
             ``leave`` stays set after the kernels are uninstalled, because regions may still be open.
-        checked: maps a device type, a dtype and ``enabled``, which torch has accepted, to two openings for
-            regions with these settings. The first opening keeps no casts, and the second opening keeps casts.
-            For the dtype None, an opening holds torch's autocast dtype at the time of the check.
+        checked: maps settings that torch has accepted (device type, dtype and ``enabled``) to two openings
+            for regions with these settings. The first opening does not cache casts, and the second does. For
+            the dtype None, an opening holds torch's autocast dtype at the time of the check.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class AutocastKernels:
             return number
 
     def tag_caches(self, rules: OpRules) -> None:
-        """Make the rule set behind a number part of the keys of torch's compile caches."""
+        """Add the numbers and fingerprints of rule sets to the keys of torch's compile caches."""
         if (number := self._numbers[rules]) not in self._tagged:
             self._tagged[number] = rules.fingerprint()
             meant = ",".join(
@@ -126,12 +126,12 @@ class AutocastKernels:
             tag_compile_caches("amp_plugin rules ", meant)
 
     def put_default(self, rules: OpRules) -> None:
-        """Make the number of the default rules stand for these rules, also in existing regions."""
+        """Make the number of the default rules refer to these rules, including in existing regions."""
         with self._lock, outside_tracers():
             self._define(rules, DEFAULT)
 
     def _define(self, rules: OpRules, number: int) -> None:
-        """Tell the autocast kernels which rules a number stands for on the rules' device type."""
+        """Tell the autocast kernels which rules a number refers to on the rules' device type."""
         default = OpRules.default(rules.device_type).rules
         named = self._named[rules.device_type, number]
         named.update(rules.rules, rules.keep)
@@ -156,7 +156,7 @@ KERNELS = AutocastKernels()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Drop kept casts of weights after an optimizer step, since some steps change no version counter.
+    """Drop cached casts of weights after an optimizer step, as some steps change no version counter.
 
     In a compiled step an op in the graph drops the casts, but only if the optimizer is fused. Compiled steps
     of other optimizers change the version counters of the weights.

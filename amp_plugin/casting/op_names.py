@@ -10,7 +10,7 @@ import torch
 
 from amp_plugin.messages import did_you_mean
 
-# Statistics that batch norms write to, although most of their schemas do not say so.
+# The arguments that batch norms update, although most of their schemas do not say so.
 _WRITTEN_UNSAID = frozenset({"running_mean", "running_var"})
 
 
@@ -59,7 +59,7 @@ def _name_of(op: object) -> str:
 
 
 def _is_written_form(full: str) -> bool:
-    """Return whether an overload is the in-place or ``out=`` form of one of torch's ops.
+    """Return whether an overload is the in-place or ``out=`` variant of one of torch's ops.
 
     Custom ops do not count, nor do ops that write statistics to arguments, such as fake quantization.
     """

@@ -15,7 +15,7 @@ import torch
 from torch import compiler, is_autocast_cache_enabled
 from torch._guards import TracingContext
 
-# Imported here, because a program may later replace torch.autocast by amp_plugin's class.
+# Imported here, because a program may later replace torch.autocast with amp_plugin's class.
 from torch.amp.autocast_mode import autocast as torchs_autocast
 from torch.amp.autocast_mode import is_autocast_available as torchs_is_autocast_available
 from typing_extensions import Self
@@ -92,7 +92,7 @@ def blocks_are_recorded() -> bool:
 # Maps attributes of torch.autocast to positions in the tuple Opening, from which they are read.
 _POSITIONS = {"fast_dtype": 1, "_enabled": 2, "_cache_enabled": 3, "device": 5}
 
-# Maps attributes of torch.autocast to positions in the state that a region found when it was entered.
+# Maps attributes of torch.autocast to positions in the state from before a region was entered.
 _FOUND = {"prev": 1, "prev_fastdtype": 2, "prev_cache_enabled": 3}
 
 
@@ -113,21 +113,20 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     amp_plugin's autocast kernels, which follow ``rules``.
 
     An instance can be nested, entered again, and used by several threads. A region also works as a decorator
-    of functions, generators and coroutines. TorchScript runs a decorated ``forward`` of the scripted module
+    for functions, generators and coroutines. TorchScript runs a decorated ``forward`` of the scripted module
     in Python, but fails on a decorated ``forward`` of its submodules.
 
-    A region may contain a whole training loop, because it does not change the dtypes of a backward pass
-    inside it.
+    A region may contain a whole training loop, because it does not change the dtypes of backward passes.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"``, ``"xpu"`` or ``"mps"``.
         dtype: ``torch.float16`` or ``torch.bfloat16``. The default is
             ``torch.get_autocast_dtype(device_type)``.
         enabled: False turns autocast off inside the region.
-        cache_enabled: True keeps the cast of an fp32 weight for its next use in the region. The default is
-            the setting of the enclosing block.
+        cache_enabled: True caches the cast of an fp32 weight for later uses of the weight in the region. The
+            default is the setting of the enclosing block.
         rules: op rules for this region, which need the native core. By default the rules that are in force
-            apply, such as those of the file that ``AMP_PLUGIN_RULES`` names.
+            apply, such as those in the file that ``AMP_PLUGIN_RULES`` names.
 
     Raises:
         ValueError: ``device_type`` is not a string, or ``rules`` are for another device.
@@ -154,7 +153,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         *,
         rules: OpRules | None = None,
     ) -> Self:
-        """Return a region. While torch.compile or torch.export trace, return a ``torch.autocast`` block.
+        """Return a region, or a ``torch.autocast`` block while torch.compile or torch.export is tracing.
 
         Dynamo can trace only torch's class, and a subclass would cause a graph break.
         """
@@ -206,7 +205,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         raise AttributeError(msg)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the region's arguments. Numbers of rule sets are valid in one process only."""
+        """Copy and pickle the region's arguments. The number of a rule set is only valid in one process."""
         attributes = dict(vars(self))
         attributes.pop("_opening")
         attributes.pop("_found", None)
@@ -219,7 +218,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         return device_type, dtype, enabled, cache_enabled, KERNELS.rules_numbered(number)
 
     def note_found(self, enabled: bool, dtype: torch.dtype, keeps_casts: bool) -> None:
-        """Store the autocast state that the region found, for the attributes of ``torch.autocast``."""
+        """Store the autocast state from before the region, for the attributes of ``torch.autocast``."""
         self._found = False, enabled, dtype, keeps_casts
 
     def __repr__(self) -> str:
@@ -269,7 +268,7 @@ def _remade(cls: type[autocast], *arguments: Any, rules: OpRules | None) -> auto
 
 
 def _hides_flag(device_type: str) -> bool:
-    """Return whether regions keep casts although torch's cache flag is off, which graph captures need."""
+    """Return whether regions cache casts although torch's cache flag is off, as graph captures require."""
     regions = open_regions()
     if not regions:
         return device_type != "cpu"
@@ -278,7 +277,7 @@ def _hides_flag(device_type: str) -> bool:
 
 
 def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function inside several regions, by recursion, because tracers do not support ExitStack."""
+    """Call a function inside several regions. It recurses, because tracers do not support ExitStack."""
     if not regions:
         return function(*args, **kwargs)
     with regions[0]:
@@ -286,7 +285,7 @@ def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], arg
 
 
 def _completed(opening: Opening, dtype: torch.dtype | None, rules: OpRules | None) -> Opening:
-    """Return an Opening that is completed with torch's current dtype and with the given rules."""
+    """Return a copy of an Opening, with torch's dtype in place of None, and with the given rules."""
     number, _, enabled, cache_enabled, rules_number, device_type = opening
     return (
         number,
@@ -300,7 +299,7 @@ def _completed(opening: Opening, dtype: torch.dtype | None, rules: OpRules | Non
 
 @untraced
 def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[Opening, Opening]:
-    """Check the arguments by torch's own constructor. Return the openings for KERNELS.checked."""
+    """Check the arguments with torch's own constructor. Return the openings for KERNELS.checked."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         name = known_precision(dtype)
         near = str(DTYPES[name]) if name in {"bf16", "fp16"} else "torch.float16 or torch.bfloat16"
@@ -322,7 +321,7 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
 
 
 def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[Any]) -> Callable[..., Any]:
-    """Return a function that runs inside a context. A generator enters the context again at each step."""
+    """Return a function that runs inside a context. Generators enter the context each time they resume."""
     covered: Any
     if inspect.isasyncgenfunction(func):
         msg = f"autocast: {func.__name__} is an asynchronous generator; open the region between its yields"
@@ -350,7 +349,7 @@ def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[A
 
 @types.coroutine
 def _each_step(inner: Any, context: AbstractContextManager[Any]) -> Generator[Any, Any, Any]:
-    """Run a generator or coroutine, with the context open each time that it is resumed."""
+    """Run a generator or coroutine, and open the context each time it is resumed."""
     resume = functools.partial(inner.send, None)
     while True:
         try:

@@ -61,7 +61,7 @@ def _table(device_type: str) -> dict[str, Any]:
 
 
 def is_older(release: str, than: str) -> bool:
-    """Return whether one torch release is older than another, as ``"2.9"`` is older than ``"2.12"``."""
+    """Return whether one torch release is older than another, such as ``"2.9"`` and ``"2.12"``."""
     first, second = ([int(number) for number in name.split(".")[:2]] for name in (release, than))
     return first < second
 
@@ -109,7 +109,7 @@ class OpRule(str, Enum):
         FP32_SET_OPT_DTYPE: pass ``dtype=torch.float32`` to the op if the caller gave no dtype.
         FP32_APPEND_DTYPE: call the op's overload that takes a dtype, with ``dtype=torch.float32``. PROMOTE:
         cast all arguments to the widest dtype among them. BANNED: raise an error that names a safe
-        alternative to the op. UNCHANGED: run the op in the dtypes that its arguments have.
+        alternative to the op. UNCHANGED: run the op in the dtypes of its arguments.
 
     Source: the op lists of torch.amp, pytorch/aten/src/ATen/autocast_mode.h.
     """
@@ -144,7 +144,7 @@ class OpRules:
         keep: maps the full name of an op to the names of arguments that are never cast.
 
     Raises:
-        ValueError: the device, an op or a rule is unknown, or the name of an op is not its full name.
+        ValueError: the device, an op or a rule is unknown, or an op is not given by its full name.
 
     Attributes:
         content: the differences from the rules of the installed torch, as JSON. Compiled graphs refer to
@@ -164,7 +164,7 @@ class OpRules:
     content: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the device and normalise the values."""
+        """Check the device and normalize the values."""
         _table(self.device_type)  # raises if the device has no table
         for op in self.rules:
             known = isinstance(op, str) and is_registered(op)
@@ -226,8 +226,8 @@ class OpRules:
         Args:
             path: a YAML file with the keys ``device_type`` and ``rules``. Each rule is ``op: rule`` or ``op:
                 {rule: ..., keep: [argument, ...]}``. The optional key ``torch`` is the torch release for
-                which the file was written. The optional key ``base`` is a policy for ``named``, whose rules
-                replace the default ones.
+                which the file was written. The optional key ``base`` names a policy for ``named``, whose
+                rules replace the default ones.
 
         Raises:
             ValueError: a key, op, rule or argument is unknown. The text names the nearest.
@@ -243,7 +243,7 @@ class OpRules:
         """Return op rules from a mapping, which states how they differ from the default rules.
 
         Args:
-            given: a mapping with the keys of a file for ``from_yaml``.
+            given: a mapping with the same keys as a file for ``from_yaml``.
 
         Raises:
             ValueError: a key, op, rule or argument is unknown. The text names the nearest.
@@ -293,7 +293,7 @@ class OpRules:
             keep: the names of arguments that are never cast.
 
         Raises:
-            ValueError: the op, rule or argument is unknown, or the op is an in-place or ``out=`` form. The
+            ValueError: the op, rule or argument is unknown, or the op is an in-place or ``out=`` variant. The
                 error names the most similar known name.
         """
         names = overloads_of(op)
@@ -324,7 +324,7 @@ class OpRules:
         return hashlib.sha256(self.content.encode()).hexdigest()[:16]
 
     def described(self, op: str) -> str:
-        """Return a text with the rule of an op and the arguments never cast, as ``"fp32, keep weight"``."""
+        """Return a string such as ``"fp32, keep weight"``, with an op's rule and the arguments never cast."""
         kept = sorted(self.keep.get(op, ()))
         return self[op].value + (f", keep {', '.join(kept)}" if kept else "")
 
@@ -367,7 +367,7 @@ def _listed_ops(device_type: str, release: str) -> dict[str, OpRule]:
 
 @cache
 def rules_with_content(content: str) -> OpRules:
-    """Return the rules that have this ``content``, which another process may have made."""
+    """Return the rules that have this ``content``, which may come from another process."""
     read = json.loads(content)
     rules = {**_listed_ops(read["device_type"], read["torch"]), **read["rules"]}
     named = {op: rule for op, rule in rules.items() if rule is not None}
@@ -406,7 +406,7 @@ def environment_rules() -> OpRules | None:
 
 @cache
 def warn_of_device(source: str, theirs: str, device_type: str) -> None:
-    """Warn once per process that autocast runs on another device type than the one of a rules file."""
+    """Warn once per process that autocast runs on a device type other than that of a rules file."""
     warn_user(
         f"{source}: the rules are for {theirs}, so autocast on {device_type} follows the default ones. "
         f"To use the same policy on {device_type}, write device_type: {device_type} into a copy of the "

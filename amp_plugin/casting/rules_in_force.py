@@ -4,7 +4,7 @@ A region with ``rules=`` follows its own rules. All other regions, and all block
 follow the topmost rules on the stack for their device. If the stack has no rules for the device, amp_plugin's
 regions follow the default rules on amp_plugin's kernels, and blocks of ``torch.autocast`` run on torch's
 kernels. ``set_default_rules``, ``AMP_PLUGIN_RULES``, ``amp-plugin run``, the trials of ``amp-plugin tune``
-and the adapters push rules on the stack, and pop them. ``csrc/rules_in_force.h`` explains how compiled code
+and the adapters push rules onto the stack and pop them. ``csrc/rules_in_force.h`` explains how compiled code
 sees which rules are in force.
 """
 
@@ -30,8 +30,8 @@ class Pushed:
     Attributes:
         numbers: maps each device type to the number of its rule set.
         file: the path of the rules file, as the user gave it, or ``""`` if the rules come from code.
-        was_read: True if a region or block on the rules' device has looked up the rules in force and got this
-            set.
+        was_read: True once a region or block on the rules' device type has looked up the rules in force and
+            found these.
     """
 
     numbers: dict[str, int]
@@ -45,7 +45,7 @@ _set_by_program: Final[dict[str, Pushed]] = {}
 
 
 def push(*rules: OpRules, file: str = "") -> Pushed:
-    """Push rules on the stack, and return the entry that ``pop`` can remove."""
+    """Push rules onto the stack, and return the entry that ``pop`` can remove."""
     numbers = {chosen.device_type: number_of(chosen, chosen.device_type) for chosen in rules}
     return _put(Pushed(numbers=numbers, file=file), at=len(_stack))
 
@@ -54,7 +54,7 @@ def _put(pushed: Pushed, *, at: int) -> Pushed:
     _stack.insert(at, pushed)
     try:
         _show()
-    # These rules cannot be in force together with the rules of another device type.
+    # These rules cannot be in force at the same time as the rules for another device type.
     except RuntimeError:
         pop(pushed)
         raise
@@ -62,7 +62,7 @@ def _put(pushed: Pushed, *, at: int) -> Pushed:
 
 
 def pop(*pushed: Pushed) -> None:
-    """Remove entries from any place in the stack. Entries that are already removed are ignored."""
+    """Remove entries from anywhere in the stack. Entries that were already removed are ignored."""
     _stack[:] = [other for other in _stack if other not in pushed]
     _show()
 
@@ -146,7 +146,7 @@ def clear() -> None:
 
 @contextmanager
 def following(*rules: OpRules, file: str = "") -> Iterator[Pushed]:
-    """Push rules for a block. At its end, pop these rules and all stack entries above them."""
+    """Push rules for a block. At the end of the block, pop the rules and all stack entries above them."""
     pushed = push(*rules, file=file)
     try:
         yield pushed
@@ -157,11 +157,11 @@ def following(*rules: OpRules, file: str = "") -> Iterator[Pushed]:
 
 @contextmanager
 def rules_on_trial(rules: OpRules) -> Iterator[None]:
-    """Inside the block, try rules on ``torch.autocast`` and on regions without rules of their own.
+    """Inside the block, apply rules to ``torch.autocast`` and to regions without rules of their own.
 
-    A process can number only a limited count of rule sets. A trial uses up no number, because the rules on
-    trial take the number of the default rules. Therefore any number of rule sets can be tried. During a
-    trial, compiled functions run eagerly.
+    The number of rule sets per process is limited. A trial does not count towards this limit, because the
+    rules on trial take the number of the default rules. Therefore any number of rule sets can be tried.
+    During a trial, compiled functions run eagerly.
 
     Raises:
         ValueError: ``AMP_PLUGIN_RULES`` is set, so regions would follow the rules of that file.

@@ -27,7 +27,7 @@ ClassChange = tuple[Methods, Any]
 
 @functools.cache
 def made_class(original: type[nn.Module], methods: Methods, settings: Any) -> type[nn.Module]:
-    """Return a subclass with the original's name and overridden methods. The result is cached."""
+    """Return a subclass that has the original's name and overrides some methods. The result is cached."""
     namespace: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -73,7 +73,7 @@ def _changes_of(kind: Any) -> tuple[Any, list[ClassChange]]:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
-    """Pickle as the original class does, together with the changes of the class."""
+    """Pickle as the original class does, and save the changes to the class."""
     kind = type(self)
     original, changes = _changes_of(kind)
     build, arguments, *rest = original.__reduce_ex__(self, protocol)
@@ -107,9 +107,9 @@ def run_in(dtype: torch.dtype, *, keep: Iterable[str] = (), cast_back: bool = Fa
 
     Floating-point tensor arguments are cast to ``dtype``, except those in fp64. Tensors in lists, tuples,
     dicts and other containers that are registered with ``torch.utils._pytree`` are cast too. Weights are not
-    converted. Weights should already have ``dtype``, as fp32 weights have under autocast. If the function
-    writes to an argument that was cast, it writes to the copy. TorchScript runs a changed module in Python,
-    and cannot save a model that contains it.
+    converted. The module's weights should already have this dtype, as fp32 weights do under autocast. If the
+    function writes to an argument that was cast, it writes to the copy. TorchScript runs a changed module in
+    Python, and cannot save a model that contains it.
 
     Args:
         dtype: a floating-point dtype, usually ``torch.float32``.
@@ -118,7 +118,7 @@ def run_in(dtype: torch.dtype, *, keep: Iterable[str] = (), cast_back: bool = Fa
             cast. If no argument can be cast, outputs are not cast.
 
     Returns:
-        A decorator for a function, a class statement or a module instance. Modules and classes are changed in
+        A decorator for functions, class statements and module instances. Modules and classes are changed in
         place. See ``RunIn.__call__``.
 
     Raises:
@@ -158,7 +158,7 @@ class RunIn:
 
         Raises:
             TypeError: ``target`` is anything else, such as an existing class, a bound method, a generator or
-                coroutine function, a module that is never called (``ModuleList``), and TorchScript.
+                coroutine function, a module that is never called (``ModuleList``), or TorchScript.
             ValueError: a name in ``keep`` is not an argument of ``target``, or ``forward`` was replaced on
                 the module instance.
         """
@@ -198,7 +198,7 @@ def _is_bound(kind: type) -> bool:
 
 def _apply_to_instance(module: nn.Module, settings: RunIn) -> nn.Module:
     compiled = vars(module).get("_modules", {}).get("_orig_mod")
-    # The wrapper of torch.compile stays. The class of the original module is changed, which compiles again.
+    # The torch.compile wrapper stays. Changing the class of the original module makes it recompile.
     if compiled is not None:
         _apply_to_instance(compiled, settings)
         return module
@@ -220,7 +220,7 @@ def _methods_in(original: type[nn.Module], settings: RunIn) -> dict[str, Any]:
 
 
 def _function_in(function: Callable[..., Any], settings: RunIn) -> Callable[..., Any]:
-    """Return a function that casts its arguments and runs the original with autocast off."""
+    """Return a function that casts its arguments, then runs the original with autocast off."""
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         msg = f"run_in: {function.__name__} is a generator or coroutine function; decorate what it calls"
         raise TypeError(msg)
@@ -295,8 +295,8 @@ def apply_fp32_modules(
 
     Args:
         model: the model, which is changed in place.
-        patterns: shell patterns for names in ``model.named_modules()``, such as ``"*.roi_pool"``, and names
-            of classes, such as ``"LayerNorm"``.
+        patterns: shell patterns for names in ``model.named_modules()``, such as ``"*.roi_pool"``, or names of
+            classes, such as ``"LayerNorm"``.
         keep: the names of arguments that are not cast, as in ``run_in``.
         cast_back: True casts outputs back to the dtype of the inputs, as in ``run_in``.
 

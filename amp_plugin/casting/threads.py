@@ -26,8 +26,8 @@ class RegionState:
         device_type: the device type, such as ``"cpu"``.
         dtype: the dtype to which autocast casts.
         enabled: False if autocast is off.
-        cache_enabled: True reuses the casts of weights inside the region. With None, the setting of the
-            enclosing block applies.
+        cache_enabled: True reuses the casts of weights inside the region. None keeps the setting of the
+            enclosing block.
         rules: the op rules, or None for the default rules.
     """
 
@@ -43,7 +43,7 @@ class RegionState:
 
 
 def current_state() -> tuple[RegionState, ...]:
-    """Return this thread's autocast state, one entry per device type with autocast or a region."""
+    """Return this thread's autocast state, with one entry per device type that uses autocast."""
     if KERNELS.native is None:
         KERNELS.install()
     opened = {region.device: region for region in open_regions()}
@@ -77,8 +77,8 @@ _CARRIED = "_amp_plugin_carried"
 def autocast_module(module: Module, *states: RegionState) -> Module:
     """Make a module run under autocast in every thread that calls it.
 
-    The autocast state is ``states``, or by default the state of the thread that calls this function inside a
-    region. A thread that has its own autocast block keeps its state.
+    The module runs in the autocast state ``states``, which defaults to the state in which this function is
+    called. A thread that has opened its own autocast block keeps its state.
 
     Replicas of ``nn.DataParallel`` run in the autocast state of the thread that calls DataParallel, with the
     same dtype, cache flag and rules. (Torch passes only the enabled flag to replicas.)
@@ -144,7 +144,7 @@ def _missing_states(module: nn.Module, states: tuple[RegionState, ...]) -> tuple
         on = any(torch.is_autocast_enabled(state.device_type) for state in states)
         return () if on else states
     maker, carried = vars(module).get(_CARRIED, (None, ()))
-    # For a replica, DataParallel has opened the surrounding autocast block, and not the user.
+    # Around a replica, DataParallel itself has opened an autocast block, not the user.
     if carried:
         return () if maker == threading.get_ident() or has_region() else carried
     torch.autocast_increment_nesting()
@@ -155,7 +155,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
     """Return the contexts that ``torch.utils.checkpoint`` enters in forward and in recomputation.
 
     Torch's checkpoint restores only the autocast dtype and whether autocast is on. Pass this function as
-    ``context_fn`` if a region has ``rules=`` and the checkpoint is non-reentrant. Rules of
+    ``context_fn`` if a region has ``rules=`` and the checkpoint is non-reentrant. Rules from
     ``set_default_rules`` need no ``context_fn``. A reentrant checkpoint accepts no contexts, and recomputes
     with the default rules. For a reentrant checkpoint, open the region with ``rules=`` inside the
     checkpointed function.

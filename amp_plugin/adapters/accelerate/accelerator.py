@@ -55,15 +55,15 @@ _SIGNATURE = inspect.signature(Accelerator.__init__)
 class AmpAccelerator(EntryPoint, Accelerator):
     """A drop-in replacement for ``accelerate.Accelerator``. Only the import changes.
 
-    ``mixed_precision="fp16"`` means float16 with a loss scale on every device, including the CPU. Names of
-    precisions such as ``"fp32"`` (for ``"no"``) and ``"16-mixed"`` are accepted.
+    ``mixed_precision="fp16"`` means float16 with a loss scale on every device, including the CPU. Other names
+    of precisions are accepted too, such as ``"fp32"`` for ``"no"``, and ``"16-mixed"``.
 
-    Clipping is correct for any set of parameters and any number of calls. Within an accumulation window
+    Clipping is correct for any set of parameters and any number of calls. Within an accumulation window,
     clipping does nothing. Several optimizers, closures, and optimizers without gradients are supported.
     Without a GPU, the processes that torchrun starts form a process group on the CPU.
 
-    Under DeepSpeed the options are translated to the keys of DeepSpeed's config. Megatron-LM and XLA raise an
-    error if the precision is not ``"no"``. So do fp8 libraries other than torchao.
+    Under DeepSpeed, the options are translated into DeepSpeed config keys. Under Megatron-LM and XLA, a
+    precision other than ``"no"`` raises an error. So does an fp8 library other than torchao.
 
     Args:
         *args: the arguments of Accelerator.
@@ -76,8 +76,9 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     Raises:
         TypeError: an argument is unknown.
-        ValueError: an option or ``mixed_precision`` has a bad value, whose source the error names. ValueError
-            is also raised if another engine does the casting and the loss scaling.
+        ValueError: an option or ``mixed_precision`` has an invalid value. The error names the source of the
+            value. ValueError is also raised if an option requires amp_plugin, but an engine such as XLA does
+            mixed precision itself.
 
     Example:
         >>> accelerator = AmpAccelerator(mixed_precision="fp16", cpu=True)
@@ -137,7 +138,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         self.register_save_state_pre_hook(self._save_spikes)
 
     def _engage(self) -> None:
-        """Replace Accelerate's scaler by an ``amp_plugin.GradScaler``, and apply the op rules of this run."""
+        """Replace Accelerate's scaler with an ``amp_plugin.GradScaler``, and apply this run's op rules."""
         session, device, precision = self.session, self.device.type, self.mixed_precision
         asked, recipe = self._format or precision, self.ao_recipe_handler
         session.compute_in(
@@ -160,11 +161,11 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     @property
     def _engaged(self) -> bool:
-        """Whether amp_plugin casts and steps, instead of another engine such as DeepSpeed."""
+        """Whether amp_plugin does the casting and stepping, rather than an engine such as DeepSpeed."""
         return bool(self.session.device)
 
     def _show(self, scaler: Any) -> None:
-        """Set the public attribute ``scaler``, also of prepared optimizers.
+        """Set the public attribute ``scaler`` on the Accelerator and on its prepared optimizers.
 
         None means that no loss is scaled.
         """
@@ -205,7 +206,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
     # -- preparing -------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare objects as Accelerator does, and tell the scaler the names of the parameters."""
+        """Prepare objects as Accelerator does, and pass the parameter names to the scaler."""
         if not self._engaged:
             return self._prepare_engine(*args, **kwargs)
         models, before = [module for module in args if isinstance(module, nn.Module)], len(self._models)
@@ -213,9 +214,8 @@ class AmpAccelerator(EntryPoint, Accelerator):
         apart = self.native_amp and self.is_fsdp2
         with fp32_units_apart(models, self.dtype_plan) if apart else nullcontext():
             prepared = super().prepare(*args, **kwargs)
-        for model in (
-            self._models[before:] if self.is_fsdp2 else ()
-        ):  # Accelerate matches weights by memory addresses, so weights are set up after prepare().
+        # Accelerate matches FSDP2's weights by memory address, so the weights are set up after prepare().
+        for model in self._models[before:] if self.is_fsdp2 else ():
             self.session.set_up_weights(model, found_patterns(model, self._options.fp32_modules))
         if self.native_amp:
             for model in self._models[before:]:
@@ -227,10 +227,11 @@ class AmpAccelerator(EntryPoint, Accelerator):
     def _prepare_engine(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare with another engine.
 
-        Under DeepSpeed, also add a scaler that the engine uses, or an EngineScaler.
+        Under DeepSpeed, also create a scaler for the engine to use, or an EngineScaler that observes the
+        engine.
         """
         for optimizer in args:
-            # DeepSpeedOptimizerWrapper looks for the attribute "overflow" when it is made.
+            # DeepSpeedOptimizerWrapper looks for the attribute "overflow" when it is created.
             if isinstance(optimizer, Optimizer):
                 optimizer.overflow = False  # type: ignore[attr-defined]
         prepared = super().prepare(*args, **kwargs)
@@ -244,13 +245,13 @@ class AmpAccelerator(EntryPoint, Accelerator):
         return prepared
 
     def _follow_on_page(self) -> None:
-        """Write the run page (an HTML report) from the first prepared model until ``end_training()``."""
+        """Write the run page (an HTML report), from the first prepared model until ``end_training()``."""
         path = self._options.report
         if path is not None and self._models:
             self.session.watch([self.unwrap_model(model) for model in self._models], path)
 
     def _set_up(self, models: Sequence[nn.Module], *, trained: bool = True) -> None:
-        """Store weights, make ``fp32_modules`` compute in fp32, and put forwards under autocast.
+        """Store weights, make ``fp32_modules`` compute in fp32, and run forward passes under autocast.
 
         ``_set_up`` may be called several times for a model.
         """
@@ -281,12 +282,12 @@ class AmpAccelerator(EntryPoint, Accelerator):
                 ).put_on()
 
     def set_up_weights(self, model: nn.Module) -> None:
-        """Store a model's weights before it is prepared, so that a checkpoint can be loaded exactly."""
+        """Store a model's weights before it is prepared, so that a checkpoint loads without rounding."""
         if self._engaged and not getattr(model, "_is_accelerate_prepared", False):
             self.session.set_up_weights(model, found_patterns(model, self._options.fp32_modules))
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Prepare a model, so that its forward runs under autocast and returns fp32."""
+        """Prepare a model so that its forward pass runs under autocast and returns fp32 outputs."""
         if self._engaged and not getattr(model, "_is_accelerate_prepared", False):
             evaluated = kwargs.get("evaluation_mode", len(args) > 1 and args[1])
             self._set_up([model], trained=not evaluated)
@@ -297,7 +298,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         return prepared
 
     def _region(self, precision: str, of_block: AutocastKwargs | None = None) -> RegionState:
-        """Return the autocast state of a precision, for models or for a block with its own AutocastKwargs."""
+        """Return the autocast state for a precision, for models or a block with its own AutocastKwargs."""
         handler = of_block or self.autocast_handler or AutocastKwargs()
         mixed = precision in {"fp16", "bf16", "fp8"}
         runs = of_block is not None or (mixed and not self.session.replaces_autocast)
@@ -319,7 +320,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         return prepared
 
     def _register_optimizers(self) -> None:
-        """Tell the scaler which ranks step together, and what the parameters are called."""
+        """Tell the scaler which ranks step together, and the names of the parameters."""
         groups = scaler_groups(*self._models)
         if groups:
             self.session.place(groups)
@@ -331,8 +332,8 @@ class AmpAccelerator(EntryPoint, Accelerator):
     ) -> nn.Module:
         """Return the model without its distributed wrapper.
 
-        With ``keep_fp32_wrapper=False`` the model becomes an ordinary float32 model. A model under DDP cannot
-        be trained after that.
+        With ``keep_fp32_wrapper=False`` the model becomes an ordinary float32 model, and can no longer be
+        trained under DDP.
         """
         inner: nn.Module = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         if not keep_fp32_wrapper:
@@ -343,7 +344,10 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
-        """Run a block under the autocast of prepared models. ``mixed_precision="no"`` changes nothing."""
+        """Run a block under the same autocast as prepared models.
+
+        If ``mixed_precision`` is ``"no"``, the context does nothing.
+        """
         region = self._region(self.mixed_precision, autocast_handler)
         with region.region() if self.native_amp else nullcontext():
             yield
@@ -351,7 +355,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scale the loss and run backward, as Accelerator does.
 
-        If an optimizer of prepared models was not prepared itself, its ``step()`` raises an error, because
+        If a prepared model has an optimizer that was not prepared, its ``step()`` raises an error, because
         its gradients are still multiplied by the loss scale.
         """
         if self._engaged and not self._scaler.is_enabled():
@@ -380,7 +384,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     @outside_graphs
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Unscale the gradients of the given optimizers, or of all. A second call does nothing."""
+        """Unscale the gradients of the given optimizers, by default of all. A second call does nothing."""
         given: Any = self._optimizers if optimizer is None else optimizer
         for prepared in given if isinstance(given, list | tuple) else [given]:
             if self._engaged:
@@ -444,8 +448,8 @@ class AmpAccelerator(EntryPoint, Accelerator):
         """Log values to all trackers, and add the loss scale, skips and norms of new optimizer steps.
 
         Args:
-            values: the values to log. Values for ``loss_scale``, ``skipped_steps`` or ``grad_norm`` in
-                ``values`` are logged unchanged.
+            values: the values to log. If they include ``loss_scale``, ``skipped_steps`` or ``grad_norm``,
+                these values take precedence over amp_plugin's.
             *args: further arguments of Accelerator.
             **kwargs: further arguments of Accelerator.
         """
@@ -470,7 +474,10 @@ class AmpAccelerator(EntryPoint, Accelerator):
     # -- checkpoints and the end -----------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as Accelerator does. Steps by which Accelerator creates optimizer state bypass the scaler."""
+        """Save as Accelerator does.
+
+        If Accelerator steps optimizers only to create their state, these steps bypass the scaler.
+        """
         with self.session.aside():
             return super().save_state(*args, **kwargs)
 
@@ -487,7 +494,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
             Path(folder, _SPIKES_NAME).write_text(json.dumps(state))
 
     def _load_scale(self, _: list[Any], folder: str) -> None:
-        """Load the loss scale from the folder that ``load_state`` has chosen. Accelerate calls this."""
+        """Load the loss scale from the folder that ``load_state`` has chosen. Accelerate calls this hook."""
         file = Path(folder, SCALER_NAME)
         if self._scaler.is_enabled() and file.is_file():
             self._scaler.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
@@ -507,7 +514,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
             )
 
     def end_training(self) -> None:
-        """End the run. Models become float32, and ``torch.autocast`` uses torch's kernels again.
+        """End the run. Models become float32 again, and ``torch.autocast`` uses torch's kernels again.
 
         Warns if all steps were skipped.
         """

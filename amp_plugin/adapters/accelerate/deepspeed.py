@@ -1,6 +1,6 @@
-"""Translates options to the keys of DeepSpeed's config under Accelerate, and logs the engine's steps.
+"""Translates options into DeepSpeed config keys under Accelerate, and logs the engine's steps.
 
-If the config has no ZeRO stage, no fp16 and no bf16, the engine uses amp_plugin's GradScaler instead of
+If the config enables neither ZeRO nor fp16 nor bf16, the engine uses amp_plugin's GradScaler instead of
 torch's. Otherwise DeepSpeed's engine scales losses and skips steps itself, and EngineScaler observes it. This
 module never imports DeepSpeed.
 """
@@ -104,7 +104,7 @@ def _translate_checks(session: Session, config: dict[str, Any]) -> None:
 
 
 def _translate_scale(session: Session, name: str, config: dict[str, Any]) -> None:
-    """Write an option of the loss scale into the config's section "fp16". In bf16 it has no effect."""
+    """Write a loss-scale option into the "fp16" section of the config. In bf16 it has no effect."""
     given = getattr(session.options, name)
     if not _is_on(config, "fp16"):
         if config.get("torch_autocast", {}).get("dtype") == "float16":
@@ -149,7 +149,7 @@ def _is_on(config: Mapping[str, Any], section: str) -> bool:
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:
-    """Return whether the engine steps torch's optimizer, so that amp_plugin's scaler can replace torch's."""
+    """Return whether the engine steps a torch optimizer, so that amp_plugin's scaler can replace torch's."""
     stage = config.get("zero_optimization", {}).get("stage", 0)
     return not (stage or _is_on(config, "fp16") or _is_on(config, "bf16"))
 
@@ -178,7 +178,7 @@ def _show_overflow(step: StepResult) -> None:
 
 
 class EngineScaler(GradScaler):
-    """Reports the loss scale, skips and norms of an engine that scales losses and steps by itself."""
+    """Reports the loss scale, skips and norms of an engine that scales losses and steps on its own."""
 
     def __init__(self, engine: Any, options: LossScaleOptions) -> None:
         super().__init__("cpu", enabled=False, **loss_scale_options(options))

@@ -1,4 +1,4 @@
-"""Runs the forward of prepared models under autocast with fp32 outputs, and passes dtypes to FSDP."""
+"""Runs the forward pass of prepared models under autocast with fp32 outputs, and passes dtypes to FSDP."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from amp_plugin.sharding.plan import DtypePlan
 
 @dataclass(kw_only=True, eq=False)
 class MixedForward:
-    """Replaces ``module.forward``, also in pickles, copies and compiled forms of the module."""
+    """Replaces ``module.forward``, including in pickles, copies and compiled versions of the module."""
 
     module: nn.Module
     training: RegionState
     evaluation: RegionState
     fp32_outputs: bool = True
-    # The dtype to which inputs are cast if all weights are stored in it, else None.
+    # If all weights are stored in 16 bits, inputs are cast to this dtype. Otherwise it is None.
     inputs: torch.dtype | None = None
     own: Callable[..., Any] | None = field(init=False)  # a forward that was set on the instance
 
@@ -38,7 +38,7 @@ class MixedForward:
         self.own = vars(self.module).get("forward")
 
     def put_on(self) -> None:
-        """Replace the module's forward by this object, unless a MixedForward has already replaced it."""
+        """Replace the module's forward with this object, unless a MixedForward has already replaced it."""
         if not isinstance(self.own, MixedForward):
             # Accelerate's extract_model_from_parallel follows __wrapped__ up to _original_forward.
             self.module._original_forward = self.__wrapped__  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""``install()`` turns each new Accelerator of the process into an AmpAccelerator."""
+"""Defines ``install()``, which makes each new Accelerator in the process an AmpAccelerator."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def install(options: AmpKwargs | None = None, *, made: Callable[[AmpAccelerator]
     """Make each new ``accelerate.Accelerator`` an AmpAccelerator.
 
     Use ``install()`` for code that makes its own Accelerator, such as ``transformers.Trainer``. Subclasses of
-    Accelerator keep their methods. Accelerators that already exist do not change, and a warning names them.
-    Call ``install()`` at the top level of the main module, because spawned child processes import that module
+    Accelerator keep their methods. Existing Accelerators do not change, and a warning names their class. Call
+    ``install()`` at the top level of the main module, because spawned child processes import that module
     again. If ``install()`` is called several times, the last options apply.
 
     Args:
-        options: the options of every Accelerator whose ``kwargs_handlers`` contain no AmpKwargs.
+        options: the options for every Accelerator whose ``kwargs_handlers`` contain no AmpKwargs.
         made: a function that is called with each new Accelerator.
 
     Example:
@@ -61,7 +61,7 @@ def uninstall() -> None:
 
 
 def _warn_of_earlier_ones() -> None:
-    """Warn if an Accelerator without amp_plugin already exists, because it trains without amp_plugin."""
+    """Warn about existing Accelerators, because they keep training without amp_plugin."""
     kinds = {type(instance) for instance in gc.get_objects()} if AcceleratorState._shared_state else set()
     for kind in kinds:
         if issubclass(kind, Accelerator) and not issubclass(kind, AmpAccelerator):
@@ -75,7 +75,7 @@ def _warn_of_earlier_ones() -> None:
 def _set_weights_up_before_transformers_loads() -> None:
     """Make ``transformers.Trainer`` set up weights before it loads a checkpoint.
 
-    Loading the checkpoint first would round it to 16 bits.
+    If the checkpoint were loaded first, it would be rounded to 16 bits.
     """
     trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer is None or hasattr(trainer._load_from_checkpoint, "sets_up_weights"):

@@ -15,8 +15,8 @@ from amp_plugin.kernels.tracers import outside_graphs
 class AmpOptimizer(AcceleratedOptimizer):
     """The optimizer that ``AmpAccelerator.prepare()`` returns.
 
-    Within an accumulation window ``step`` does nothing. At the window's end ``step`` unscales the gradients,
-    then takes or skips the optimizer step.
+    Within an accumulation window, ``step`` does nothing. At the end of the window, ``step`` unscales the
+    gradients, then takes or skips the optimizer step.
     """
 
     session: Session
@@ -31,8 +31,8 @@ class AmpOptimizer(AcceleratedOptimizer):
                 optimizer sees them.
 
         Returns:
-            The result of the wrapped optimizer's ``step``, or None within a window or if the step was
-            skipped.
+            The result of the wrapped optimizer's ``step``. Within a window, or if the step was skipped, the
+            result is None.
         """
         arguments = [] if closure is None else [closure]
         if not (self.gradient_state.sync_gradients or self.session.is_aside):
@@ -46,7 +46,7 @@ class AmpOptimizer(AcceleratedOptimizer):
     def step_was_skipped(self) -> bool:
         """Whether this optimizer's step was skipped in the current iteration.
 
-        With a fused optimizer on a GPU the host learns of a skipped step one step later, unless
+        With a fused optimizer on a GPU, the host learns about a skipped step one step late, unless
         ``exact_schedulers`` is on. As in Accelerate, other code that skips a step may set ``_is_overflow``.
         """
         return self.session.was_skipped(self.optimizer) or bool(self._is_overflow)

@@ -1,10 +1,10 @@
-"""AmpKwargs holds the options for Accelerate. ``resolve`` takes each option from one of several sources.
+"""AmpKwargs holds the options for Accelerate, and ``resolve`` finds the source of each option.
 
-The first of the following sources that sets an option decides:
+Each option comes from the first of these sources that sets it:
 
 1. AmpKwargs in ``kwargs_handlers``, set by the program.
 2. GradScalerKwargs in ``kwargs_handlers``, set by the program.
-3. An environment variable ``AMP_PLUGIN_<OPTION>`` of the launch.
+3. The environment variable ``AMP_PLUGIN_<OPTION>`` at launch.
 4. The YAML file that the environment variable ``AMP_PLUGIN_CONFIG`` names.
 5. The default of the option.
 """
@@ -45,9 +45,9 @@ PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 class AmpKwargs(KwargsHandler, SimpleNamespace):
     """The options of AmpAccelerator, to pass in ``kwargs_handlers``. An option that is None is not set.
 
-    Each option is also an environment variable (``AMP_PLUGIN_INIT_SCALE=1024``), and a key of the YAML file
-    that ``AMP_PLUGIN_CONFIG`` names. Options of the loss scale are checked in every precision, but take
-    effect in fp16 only. In an environment variable the list ``fp32_modules`` is written as
+    Each option can also be set by an environment variable, such as ``AMP_PLUGIN_INIT_SCALE=1024``, or in the
+    YAML file that ``AMP_PLUGIN_CONFIG`` names. Loss-scale options are checked in every precision, but only
+    take effect in fp16. In an environment variable, write the list ``fp32_modules`` as
     ``"LayerNorm,head.*"``.
 
     Args:
@@ -94,7 +94,7 @@ def accelerators_arguments(
 
 
 def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
-    """Raise TypeError if an option of AmpKwargs is given to the accelerator itself."""
+    """Raise TypeError if an AmpKwargs option is passed to the accelerator itself."""
     for option in set(names) & set(OPTIONS):
         remedy = f"write {owner}(kwargs_handlers=[AmpKwargs({option}=...)])"
         msg = f"{owner}: {option!r} is an option of AmpKwargs: {remedy}"
@@ -104,10 +104,11 @@ def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
 def refuse_other_engine(
     kind: DistributedType, precision: str, float8_recipe: Any, sources: Mapping[str, str]
 ) -> bool:
-    """Return whether Megatron-LM, XLA or another fp8 library casts and trains instead of amp_plugin.
+    """Return whether Megatron-LM, XLA or another fp8 library does mixed precision instead of amp_plugin.
 
     Raises:
-    ValueError: the precision, or an option such as ``weights``, needs amp_plugin's own casts and steps.
+        ValueError: the other library does mixed precision, but the precision or an option such as ``weights``
+            requires amp_plugin.
     """
     engine = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}.get(kind)
     if engine is None and precision == "fp8" and float8_recipe is None:
@@ -132,7 +133,8 @@ def resolve(
     """Take each option from the first source that sets it. The first of several AmpKwargs wins.
 
     Returns:
-        The options, a dict that maps each option to its source, and whether a loss may be scaled at all.
+        The options, a dict that maps each option to its source, and False if GradScalerKwargs turn loss
+        scaling off, else True.
     """
     layers = [
         ("AmpKwargs", read_all(given.to_kwargs())) for given in handlers if isinstance(given, AmpKwargs)
@@ -146,10 +148,10 @@ def resolve(
 def take_options(
     given: dict[str, Any], environment: Mapping[str, str]
 ) -> tuple[AccelerateOptions, dict[str, str], bool]:
-    """Return the result of :func:`resolve`, and turn ``given`` into arguments that Accelerator accepts."""
+    """Return the result of :func:`resolve`, and change ``given`` to arguments that Accelerator accepts."""
     handlers = list(given.get("kwargs_handlers") or ())
     given["kwargs_handlers"] = [other for other in handlers if not isinstance(other, AmpKwargs)]
-    # Without a GPU, launched processes form a group only if Accelerate gets cpu=True.
+    # Without a GPU, launched processes only form a process group if Accelerate is given cpu=True.
     launched = int(environment.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in environment
     given["cpu"] = given.get("cpu", False) or (launched and not torch.accelerator.is_available())
     uses_cpu = given["cpu"] or str_to_bool(environment.get("ACCELERATE_USE_CPU", "no"))
@@ -165,7 +167,7 @@ def format_asked(argument: Any, environment: Mapping[str, str]) -> str:
 
 
 def _precision_for_accelerate(argument: Any, environment: Mapping[str, str], device: str) -> Any:
-    """Return the checked ``mixed_precision`` as Accelerate spells it. If it is None, Accelerate decides."""
+    """Check ``mixed_precision``, and return Accelerate's name for it. If it is None, Accelerate decides."""
     from_environment = argument is None and not AcceleratorState._shared_state
     given = environment.get(PRECISION_VARIABLE, "no").lower() if from_environment else argument
     if given is None or str(given) in (words := PrecisionType.list()):

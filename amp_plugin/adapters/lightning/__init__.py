@@ -2,8 +2,8 @@
 
 Lightning is published as two packages with separate classes. One is ``lightning`` (with ``lightning.pytorch``
 and ``lightning.fabric``), the other is ``pytorch_lightning`` (with ``lightning_fabric``). The classes in this
-module fit the package that the program has imported, or ``lightning`` if it has imported both or none.
-:func:`classes_for` returns the classes for either package.
+module are for the package that the program has imported, or for ``lightning`` if it has imported both or
+neither. :func:`classes_for` returns the classes for either package.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
 
 _TRAINER: Final = ("Trainer", "_AcceleratorConnector", "_precision_flag", "_precision_plugin_flag")
 _FABRIC: Final = ("Fabric", "_Connector", "_precision_input", "_precision_instance")
-# The modules of Lightning that choose the precision plugin of a Trainer or Fabric.
+# The Lightning modules that choose the precision plugin of a Trainer or Fabric.
 CONNECTORS: Final = {
     "lightning.pytorch.trainer.connectors.accelerator_connector": _TRAINER,
     "lightning.fabric.connector": _FABRIC,
@@ -78,7 +78,7 @@ def plugin_in_place_of_stock(
 ) -> Iterator[None]:
     """Make each Trainer or Fabric that is created in the block use amp_plugin for mixed precision.
 
-    ``precision`` replaces Lightning's default precision, 32. ``made`` is called with a text such as
+    ``precision`` replaces Lightning's default precision, 32. ``made`` is called with a string such as
     ``"Trainer(precision=...)"`` for each new Trainer or Fabric.
     """
     from amp_plugin.adapters.lightning.precision_core import has_own_precision  # noqa: PLC0415 - loads torch
@@ -102,7 +102,7 @@ def plugin_in_place_of_stock(
                 return take(asked)
         stock = decide(connector)
         is_stock = type(stock) in {module.MixedPrecision, module.FSDPPrecision}
-        # The program itself has passed Lightning's own plugin for mixed precision.
+        # Replace Lightning's own mixed-precision plugin if the program has passed one.
         if is_stock and stock.precision in _MIXED:
             options = {} if getattr(stock, "scaler", None) is None else {"scaler": stock.scaler}
             return take(stock.precision, **options)

@@ -1,7 +1,7 @@
-"""FabricAmpPrecision translates the calls of Lightning's Fabric into calls of its session.
+"""FabricAmpPrecision translates calls from Lightning's Fabric into calls to a Session.
 
 Fabric does not tell a plugin its device, so the plugin takes the device from the strategy when a module is
-set up. Fabric does not tell a plugin either when an iteration ends, so a pending update of the loss scale is
+set up. Fabric does not tell a plugin when an iteration ends either, so a pending update of the loss scale is
 applied when the next loss is scaled.
 """
 
@@ -41,7 +41,7 @@ class FabricPrecision(PrecisionCore):
 
     Raises:
         ValueError: an argument is not one of the allowed values.
-        TypeError: a module is set up with a strategy for DeepSpeed or XLA.
+        TypeError: a module is set up with a DeepSpeed or XLA strategy.
 
     Example:
         >>> import torch
@@ -82,13 +82,13 @@ class FabricPrecision(PrecisionCore):
         self.session.add([module], optimizers, list(self.session.models))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Register an optimizer with the scaler, which must know its gradients before its first step."""
+        """Register an optimizer with the scaler, which must know the optimizer before its first step."""
         self.session.add([], [optimizer], list(self.session.models))
 
     # -- forward ---------------------------
 
     def convert_output(self, data: Any) -> Any:
-        """Convert fp16 and bf16 outputs to fp32, for losses outside the module. Other outputs stay."""
+        """Convert fp16 and bf16 outputs to fp32, for losses outside the module. Return others unchanged."""
         if self.session.training_dtype is torch.float32:
             return data
         return apply_to_collection(data, Tensor, lambda t: t.float() if t.dtype in HALVES else t)
@@ -134,7 +134,7 @@ class FabricPrecision(PrecisionCore):
 
     @classmethod
     def backward_allowed(cls) -> AbstractContextManager[None]:
-        """Allow ``torch.autograd.grad``, which Fabric mistakes for a backward without ``fabric.backward``."""
+        """Allow ``torch.autograd.grad``, which Fabric mistakes for a call to ``loss.backward()``."""
         return replaced(cls.package.wrappers, "_in_fabric_backward", value=True)
 
 

@@ -1,4 +1,4 @@
-"""AmpMonitor logs loss scale, skipped steps and gradient norms, and ends a run that skips all its steps."""
+"""AmpMonitor logs loss scale, skipped steps and gradient norms, and ends a run that skips every step."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """Log the loss scale, skipped steps and gradient norms, and end a run that skips all its steps.
+    """Log the loss scale, skipped steps and gradient norms, and end a run that skips every step.
 
-    The progress bar and all loggers get ``loss_scale``, ``skipped_steps`` and ``grad_norm``, the norm of the
-    unscaled gradients before clipping. If there are several optimizers, each has its own norm:
-    ``grad_norm/0``, ``grad_norm/1`` and so on, in the order of ``configure_optimizers``. In bf16 and fp32
-    there is no loss scale, and ``skipped_steps`` is logged only from the first skipped step on.
+    The progress bar and all loggers receive ``loss_scale``, ``skipped_steps`` and ``grad_norm``, the norm of
+    the unscaled gradients before clipping. With several optimizers, the norms are ``grad_norm/0``,
+    ``grad_norm/1`` and so on, in the order of ``configure_optimizers``. In bf16 and fp32 there is no loss
+    scale, and ``skipped_steps`` is logged only from the first skipped step on.
 
     The error that ends a run names the affected parameters, and the command that finds the failing op and its
     line. Results are read from a GPU only every few steps, so the error may come a few steps late.
 
     Args:
-        max_skips_in_a_row: The number of skipped steps in a row of one optimizer that ends the run.
-        every_n_steps: The number of optimizer steps between two reads of the GPU. With None, it is the
-            Trainer's ``log_every_n_steps``.
-        report: The path of a run page (an HTML report, see ``amp_plugin.report``), which waits for the device
-            at each step.
+        max_skips_in_a_row: The number of consecutive skipped steps of one optimizer that ends the run.
+        every_n_steps: The number of optimizer steps between two reads from the GPU. None means the Trainer's
+            ``log_every_n_steps``.
+        report: The path of a run page (an HTML report, see ``amp_plugin.report``). To write it, the host
+            waits for the device at each step.
 
     Raises:
-        ValueError: an argument is not a whole number of at least 1.
-        TypeError: training starts, but the Trainer has no AmpPrecision plugin.
-        RuntimeError: ``max_skips_in_a_row`` steps in a row were skipped. The error names the parameters.
+        ValueError: an argument is not a positive integer.
+        TypeError: training starts under a Trainer without the AmpPrecision plugin.
+        RuntimeError: ``max_skips_in_a_row`` consecutive steps were skipped. The error names the parameters.
 
     Example:
         >>> from amp_plugin import AmpMonitor
@@ -112,7 +112,7 @@ class Monitor:
             plugin.package.utilities.rank_zero_info(f"the run report is in {path}")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Read the results of the optimizer steps that were not read so far."""
+        """Read the results of the optimizer steps that have not been read yet."""
         trainer.precision_plugin.step_log.read(wait=True)
         self._look(trainer)
         self._measure(trainer, pl_module, at_least=1)
@@ -138,7 +138,7 @@ class Monitor:
         log = partial(pl_module.log, prog_bar=True, batch_size=1)
         for name, norm in norms.items():
             log(name, norm)
-        # Reading ``scale_after`` of a step's result would be a host sync.
+        # Reading ``scale_after`` from a step's result would cause a host sync.
         scale = trainer.precision_plugin.current_scale()
         if scale is not None:
             log("loss_scale", scale.clone())
@@ -154,7 +154,7 @@ class Monitor:
         return norms
 
     def _look(self, trainer: Any) -> None:
-        """Count the skipped steps that the host knows of. Raise if too many in a row were skipped."""
+        """Count the skipped steps that the host knows about. Raise if too many in a row were skipped."""
         plugin = trainer.precision_plugin
         read, self._read[:] = list(self._read), []
         for step in read:
@@ -165,7 +165,7 @@ class Monitor:
                 raise endless_skips(step, plugin.words, plugin.session.growth)
 
     def _measure(self, trainer: Any, pl_module: Any, at_least: int) -> None:
-        """Count the bytes per parameter once ``at_least`` optimizers have stepped and so have state."""
+        """Count the bytes per parameter once ``at_least`` optimizers have stepped, and thus have state."""
         if self.weight_bytes is not None or self._has_failed or len(self._have_stepped) < max(1, at_least):
             return
         with only_warning("AmpMonitor", self._fail):

@@ -29,7 +29,7 @@ def has_own_precision(strategy: object) -> bool:
 
 
 def _checked_options(owner: str, given: Mapping[str, Any]) -> PluginOptions:
-    """Return the checked options of a plugin. Environment variables set options that were not given."""
+    """Return the checked options of a plugin. Environment variables supply options that were not given."""
     defaults = option_defaults(PluginOptions)  # LightningCLI also passes the defaults
     doubled = [
         name for name in option_names(LossScaleOptions) if given.get(name, defaults[name]) != defaults[name]
@@ -91,7 +91,7 @@ class PrecisionCore(EntryPoint):
     def scaler(self) -> Any:
         """The ``amp_plugin.GradScaler`` of this plugin in fp16, otherwise None.
 
-        Before or between runs the scaler can be replaced by another ``amp_plugin.GradScaler``, or by an
+        Before or between runs, the scaler can be replaced by another ``amp_plugin.GradScaler``, or by an
         object with all of its methods. If a ``torch.amp.GradScaler`` is assigned, a new
         ``amp_plugin.GradScaler`` gets its options and state. If None is assigned, no loss is scaled.
 
@@ -160,11 +160,14 @@ class PrecisionCore(EntryPoint):
         self.session.begin(device_type, groups, is_first_rank=is_first_rank)
 
     def teardown(self) -> None:
-        """End the run. Weights become float32, earlier op rules apply again, and the loss scale stays."""
+        """End the run. Weights become float32 again, and earlier op rules are restored.
+
+        The loss scale does not change.
+        """
         self.session.end(warn=None)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Make ``fp32_modules`` compute in fp32 and convert Linear layers to their formats, in place."""
+        """Make ``fp32_modules`` compute in fp32, and convert Linear layers to other formats, in place."""
         return self.session.convert(module)
 
     def convert_input(self, data: Any) -> Any:
@@ -210,13 +213,13 @@ class PrecisionCore(EntryPoint):
         """Step a scheduler unless its optimizer's step was skipped.
 
         ``step_scheduler`` is for manual optimization and for Fabric. Call ``step_scheduler`` after each
-        ``optimizer.step()`` that the scheduler counts. With a fused optimizer on a GPU the host learns of a
-        skipped step one step later. The scheduler is then held back one step late, unless
+        ``optimizer.step()`` that the scheduler counts. With a fused optimizer on a GPU, the host learns about
+        a skipped step one step late. The scheduler is then held back one step late, unless
         ``exact_schedulers`` is on.
 
         Args:
-            scheduler: a scheduler with an attribute ``optimizer``, such as one of torch.
-            *args: arguments that are passed to ``scheduler.step``, such as the metric for ReduceLROnPlateau.
+            scheduler: a scheduler with an attribute ``optimizer``, such as a torch scheduler.
+            *args: arguments to pass to ``scheduler.step``, such as the metric for ReduceLROnPlateau.
 
         Returns:
             True if the scheduler was stepped.
@@ -243,7 +246,7 @@ class PrecisionCore(EntryPoint):
     # -- checkpoints -----------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale, with torch's keys. It is empty if no loss is scaled."""
+        """Return the loss scale's state, with the keys that torch uses. It is empty if no loss is scaled."""
         return self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""AmpPrecision translates calls of Lightning's Trainer into calls of autocast and GradScaler.
+"""AmpPrecision translates calls from Lightning's Trainer into calls to autocast and GradScaler.
 
 All numerics are in ``amp_plugin.autocast`` and ``amp_plugin.GradScaler``. The hooks of an optimizer step do
 the following:
@@ -96,7 +96,7 @@ class TrainerPrecision(PrecisionCore):
         super().__init__(**given)
         # The schedulers that must not step after a skipped optimizer step.
         self._schedulers: list[Scheduled] = []
-        # The number of steps that were not skipped. On a GPU the host learns of a skip one step later.
+        # The number of steps that were not skipped. On a GPU the host learns about a skip one step late.
         self._landed_steps = 0
         self._trainer: Any = None  # the Trainer of the current run
         # True if the checkpoint must be loaded again, because the first load rounded the weights.
@@ -171,14 +171,14 @@ class TrainerPrecision(PrecisionCore):
 
     @property
     def measures_norms(self) -> bool:
-        """Whether gradient norms are measured even if nothing is clipped."""
+        """Whether gradient norms are measured even without clipping."""
         return self.session.measures_norms
 
     # -- the autocast region ---------------
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """Run ``training_step`` under autocast. In manual optimization its end ends the iteration."""
+        """Run ``training_step`` under autocast. The end of a manual ``training_step`` ends the iteration."""
         with self.forward_context():
             yield
         self._scaler.end_iteration()
@@ -228,7 +228,7 @@ class TrainerPrecision(PrecisionCore):
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure, unscale, call hooks, clip, and step or skip. Return the closure's result."""
-        # A manual training_step runs in an autocast region, but the optimizer steps outside of the region.
+        # A manual training_step runs in an autocast region, but the optimizer steps outside it.
         if self._is_in_region():
             closure = self._in_region(closure)
         closure = partial(self._closure_and_hooks, optimizer, model, closure)
@@ -240,7 +240,7 @@ class TrainerPrecision(PrecisionCore):
             return output
 
     def _step(self, trainer: Any, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure and then step, unless the optimizer may call the closure several times itself."""
+        """Run the closure, then step. Optimizers that may call it several times call it themselves."""
         scaler = self._scaler
         if not scaler.is_enabled():
             return self._take(trainer, optimizer, closure, **kwargs)
@@ -275,17 +275,17 @@ class TrainerPrecision(PrecisionCore):
         return outputs[-1] if outputs else None
 
     def _max_norm_of_step(self, trainer: Any) -> float | None:
-        """Return the largest gradient norm if the step itself clips, else None."""
+        """Return the maximum gradient norm if the step itself clips, else None."""
         is_by_norm = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
         if self._is_manual or not is_by_norm or not self._users_methods <= NOT_AFTER_CLIPPING:
             return None
-        # If the user has replaced the scaler, the step and clip of the new scaler are called.
+        # If the user has replaced the scaler, call the step and clip methods of the new scaler.
         if type(self._scaler) is not GradScaler:
             return None
         return float(trainer.gradient_clip_val)
 
     def _closure_and_hooks(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any]) -> Any:
-        """Run forward and backward, then call hooks and clip on unscaled gradients."""
+        """Run forward and backward, then call hooks and clip, with unscaled gradients."""
         result = closure()
         scaler, trainer, is_seen = self._scaler, model.trainer, bool(self._users_methods)
         if scaler.is_enabled():
@@ -310,7 +310,7 @@ class TrainerPrecision(PrecisionCore):
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
-        """Clip the unscaled gradients by norm or by value, also for fused optimizers."""
+        """Clip the unscaled gradients by norm or by value, including for fused optimizers."""
         self._plain.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -332,7 +332,8 @@ class TrainerPrecision(PrecisionCore):
     def _clips_as_stock(self, optimizer: Optimizer) -> bool:
         """Return whether Lightning's own clipping is used.
 
-        Lightning's clipping is used if no loss was scaled so far, or if the user overrides ``main_params``.
+        Lightning's clipping is used if no loss has been scaled so far, or if the user overrides
+        ``main_params``.
         """
         core = self._scaler.core
         if self._scaler.is_enabled() and not core.has_scaled:
@@ -358,7 +359,7 @@ class TrainerPrecision(PrecisionCore):
             checkpoint[self.checkpoint_key if "scale" in payload else OUR_KEY] = payload
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """To resume training, load the loss scale that any precision plugin has saved."""
+        """To resume training, load the loss scale saved by this or another precision plugin."""
         # By now the model's weights are set up, so loading the checkpoint again rounds nothing.
         if self._loads_again:
             trainer, self._loads_again = self._trainer, False

@@ -1,4 +1,4 @@
-"""Handles hooks, backward calls, closures, weight averages and schedulers of a Trainer's user."""
+"""Handles the user's hooks, backward calls, closures, weight averages and schedulers in a Trainer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_PLUGINS: Final = {
 }
 NOT_AFTER_CLIPPING: Final = frozenset({"optimizer_step", _HOOK})
 """Methods that may be overridden without user code running between Lightning's clipping and the step."""
-# A frequency that is so large that the Trainer never steps the scheduler.
+# A frequency so large that the Trainer never steps the scheduler.
 _NEVER: Final = sys.maxsize
 
 
@@ -67,11 +67,11 @@ def _needs_closure(kind: Any) -> bool:
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer may call its closure several times, or change weights before it.
+    """Return whether an optimizer may call its closure several times, or change weights before the call.
 
-    Optimizers that cannot step without a closure (such as LBFGS) may do that, and optimizers with the
-    attribute ``calls_closure_again = True`` (such as SAM). All other optimizers call the closure once and at
-    the start of ``step()``, so the closure can also run before ``step()``.
+    This is true of optimizers that require a closure, such as LBFGS, and of optimizers with the attribute
+    ``calls_closure_again = True``, such as SAM. All other optimizers call the closure once, at the start of
+    ``step()``, so the closure can also run before ``step()``.
     """
     kind: Any = type(optimizer)
     declared = getattr(optimizer, "calls_closure_again", None)
@@ -101,7 +101,7 @@ def _with_model_in_fp32(hook: Callable[..., Any], trainer: Any, module: nn.Modul
 
 
 def _after_landed_steps(should_update: Callable[..., bool], landed: Callable[[], int]) -> Callable[..., bool]:
-    """Return a ``should_update`` that is False unless an optimizer step has landed since the last call.
+    """Make ``should_update`` return False unless an optimizer step has landed since the last call.
 
     A step lands if it was not skipped. Lightning also counts skipped steps, and would average unchanged
     weights.
@@ -151,7 +151,8 @@ def scheduled_after_steps(configs: Iterable[Any], log: StepLog) -> list[Schedule
         if config.interval == "step" and not config.reduce_on_plateau
     ]
     for config, frequency in scheduled:
-        # A scheduler with a frequency must know at its own step whether that step was skipped.
+        # If the frequency is not 1, the host must know before the scheduler steps
+        # whether the optimizer step was skipped.
         if frequency != 1:
             log.wait_for(config.scheduler.optimizer)
     return scheduled
