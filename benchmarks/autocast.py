@@ -62,7 +62,7 @@ def _calls(setting: Setting, dtype: torch.dtype) -> dict[str, Call]:
         "cat": lambda: torch.cat([x, other]),
         "softmax": lambda: x.softmax(-1),
         "layer_norm": lambda: functional.layer_norm(x, (4,)),
-        "add, in no list": lambda: x + other,
+        "add, which has no op rule": lambda: x + other,
     }
 
 
@@ -75,7 +75,7 @@ def nothing_to_cast(setting: Setting) -> Iterator[Comparison]:
         gate = Gate(limit=1.0, measure="share of max(5 %, 0.1 us)")
         yield Comparison(
             name=name,
-            table="An op with nothing to cast",
+            table="An op whose inputs need no cast",
             samples=_in_regions(setting, call, repeat=500) | _plainly(setting, call, repeat=500),
             rounds=setting.rounds(51),
             gates=(gate,) if setting.device == "cpu" else (),
@@ -88,7 +88,7 @@ def something_to_cast(setting: Setting) -> Iterator[Comparison]:
     for name in ("linear", "mm", "conv2d"):
         yield Comparison(
             name=name,
-            table="An op with fp32 inputs to cast",
+            table="An op whose fp32 inputs are cast",
             samples=_in_regions(setting, calls[name], repeat=200),
             rounds=setting.rounds(51),
         )
@@ -129,7 +129,7 @@ def regions(setting: Setting) -> Iterator[Comparison]:
         }
         yield Comparison(
             name=name,
-            table="A region",
+            table="Entering and leaving a region",
             samples=samples,
             rounds=setting.rounds(51),
             gates=(Gate(limit=0.4),) if around and setting.device == "cpu" else (),
@@ -170,7 +170,7 @@ def kept_casts(setting: Setting) -> Iterator[Comparison]:
     for name, calls in uses_of_one_weight(setting).items():
         yield Comparison(
             name=name,
-            table="A block that uses one weight 200 times",
+            table="A region that uses one weight 200 times",
             samples={
                 label: setting.host_clock(call, repeat=1, prepare=call) for label, call in calls.items()
             },

@@ -47,7 +47,7 @@ def forward_backward(setting: Setting, name: str, ours: Region, *, inside: bool)
     }
     return Comparison(
         name=name,
-        table="Forward + backward of a compiled GPT 6 x 64, by place of the region",
+        table="Forward + backward of a compiled GPT 6 x 64, with the region around or inside it",
         samples={
             label: setting.host_clock(call, repeat=setting.sized(5, 1), prepare=call)
             for label, call in calls.items()

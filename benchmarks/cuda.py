@@ -114,7 +114,7 @@ def bandwidths(setting: Setting, name: str) -> Iterator[Comparison]:
             samples["torch"] = bandwidth(setting.device_clock(of_torch), times * flat.nbytes)
         yield Comparison(
             name=label,
-            table=f"GB read and written per second, over {name}",
+            table=f"Bandwidth on {name}: GB read and written per second",
             samples=samples,
             unit="GB/s",
             rounds=setting.rounds(61),

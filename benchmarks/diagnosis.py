@@ -20,8 +20,8 @@ from benchmarks.harness import OURS, Comparison, Gate
 from benchmarks.models import GPT, compute_bound_gpt, launch_bound_gpt
 from benchmarks.setting import Section, Setting
 
-WITHOUT = "no region"
-NOT_DRAWN = "no page"
+WITHOUT = "no block"
+NOT_DRAWN = "no report"
 HOOKED = "hooks on modules"
 
 
@@ -58,7 +58,7 @@ def not_armed(setting: Setting) -> Comparison:
     repeat = setting.sized(5000, 2)
     return Comparison(
         name="add, 4 x 4",
-        table="An op while no region of diagnose is open",
+        table="An op outside diagnose blocks",
         samples={
             OURS: setting.host_clock(lambda: x.add(x), repeat=repeat, prepare=opened_and_closed),
             WITHOUT: setting.host_clock(lambda: x.add(x), repeat=repeat),
@@ -118,7 +118,7 @@ def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: s
         repeat = setting.sized(20, 1)
         yield Comparison(
             name=name,
-            table="A training step while a run page is open",
+            table="A training step that updates a run report",
             samples={
                 OURS: setting.host_clock(drawn_step, repeat=repeat),
                 HOOKED: setting.host_clock(hooked_step, repeat=repeat),

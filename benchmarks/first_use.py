@@ -56,7 +56,7 @@ class FirstUse(Section):
 def _comparison(name: str, sample: Sample, *, rounds: int = 1, gates: tuple[Gate, ...] = ()) -> Comparison:
     return Comparison(
         name=name,
-        table="The native core at its first use: seconds",
+        table="First use of the native core, in seconds",
         samples={OURS: sample},
         unit="seconds",
         rounds=rounds,

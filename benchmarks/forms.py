@@ -23,7 +23,7 @@ STATES = {
     "8-bit": (torch.uint8, (BLOCK + 4) / BLOCK),
 }
 GRADIENTS = "Norm, check and scaling of 134 million elements: GB read and written per second"
-ADAMW = "AdamW over 134 million elements: GB read and written per second"
+ADAMW = "AdamW on 134 million elements: GB read and written per second"
 
 
 class Forms(Section):

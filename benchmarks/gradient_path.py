@@ -120,7 +120,7 @@ def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
     for label, (ours, limit, ratio) in calls.items():
         yield Comparison(
             name=label,
-            table=f"amp_plugin's ops over {name}, compared with torch's op over one tensor of as many bytes",
+            table=f"amp_plugin's ops on {name}, compared with torch's op on one tensor of the same size",
             samples={OURS: setting.memory_clock(ours), LIMIT: setting.memory_clock(limit)},
             rounds=setting.rounds(31),
             gates=(Gate(limit=ratio, against=LIMIT),) if setting.device == "cpu" else (),
@@ -136,7 +136,7 @@ def per_tensor(setting: Setting) -> Iterator[Comparison]:
     for name, call in calls.items():
         yield Comparison(
             name=name,
-            table="1000 tensors of 1 KB, found and read: time per tensor",
+            table="Looking up and reading 1000 tensors of 1 KB: time per tensor",
             samples={
                 OURS: setting.memory_clock(
                     lambda call=call: call(bench.params, factor, 2.0), repeat=setting.sized(10, 1)
@@ -156,7 +156,7 @@ def norm_error(setting: Setting) -> Comparison:
     unit = torch.ones((), device=setting.device)
     return Comparison(
         name=f"{numel:.0e} elements",
-        table="Relative error of a norm in fp32",
+        table="Relative error of a norm computed in fp32",
         samples={
             OURS: lambda: abs(OP.norm_check([grad], unit)[0].item() / right - 1),
             "torch": lambda: abs(torch.nn.utils.get_total_norm([grad]).item() / right - 1),
@@ -201,7 +201,7 @@ def clip_in_the_ops(setting: Setting) -> Comparison:
     check, factor = native.GradientLedger.norm_check, torch.tensor(SCALE)
     repeat = setting.sized(10, 1)
     return Comparison(
-        name="1000 x 1 KB, the check alone",
+        name="1000 x 1 KB, only the check",
         table="Unscale + check + clip",
         samples={
             OURS: setting.memory_clock(lambda: check(bench.params, factor, 2.0), repeat=repeat),

@@ -16,7 +16,7 @@ from tests.host_device import host_device
 
 MOST = {("norm_check", 1): 10.0, ("norm_check", 400): 20.0, ("norm_check", 10_000): 300.0}  # microseconds
 
-NAMES = {"survey": "each gradient looked at once, nothing launched"}
+NAMES = {"survey": "inspect each gradient, launch nothing"}
 
 
 class Child:
@@ -67,7 +67,7 @@ class HostTime(Section):
                 limit, name = MOST.get((op, count)), NAMES.get(op, op)
                 yield Comparison(
                     name=f"{name}, {count} tensors" if count > 1 else name,
-                    table="Host time of an op on CUDA tensors, with a CUDA driver that does nothing",
+                    table="Host time of an op on CUDA tensors, with an emulated CUDA driver",
                     samples={OURS: lambda op=op, count=count: child().microseconds(op, count)},
                     rounds=setting.rounds(21),
                     gates=() if limit is None else (Gate(limit=limit, measure="ours", against=OURS),),

@@ -35,23 +35,29 @@ class Memory(Section):
         for name, make in list(MODELS.items())[: setting.sized(len(MODELS), 1)]:
             calls = variants(setting, make(setting))
             yield _comparison(
-                name, "Forward + backward: peak memory above the model and the batches", calls, setting
+                name, "Forward + backward: peak memory in addition to model and batches", calls, setting
             )
         for name, calls in uses_of_one_weight(setting).items():
             gates = (Gate(limit=1.02),) if setting.device == "cpu" else ()
-            table = "A block that uses one weight 200 times: peak memory above the weight"
+            table = "A region that uses one weight 200 times: peak memory in addition to the weight"
             yield replace(_comparison(name, table, calls, setting), gates=gates)
         bench = Gradients(shapes_of("ResNet-50", setting), setting.device)
         bench.step_theirs()  # create the optimizer state before memory is measured
         bench.step_ours()
         calls = {OURS: partial(clip_scaled, bench), "torch": bench.clip_theirs}
         yield _comparison(
-            "clip, in place", "ResNet-50's gradients: peak memory above the gradients", calls, setting
+            "clip, in place",
+            "ResNet-50's gradients: peak memory in addition to the gradients",
+            calls,
+            setting,
         )
         bench.scaled_again()
         calls = {OURS: bench.step_ours, "torch": bench.step_theirs}
         yield _comparison(
-            "clip + fused AdamW", "ResNet-50's gradients: peak memory above the gradients", calls, setting
+            "clip + fused AdamW",
+            "ResNet-50's gradients: peak memory in addition to the gradients",
+            calls,
+            setting,
         )
 
 

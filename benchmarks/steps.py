@@ -24,16 +24,18 @@ from benchmarks.setting import Section, Setting, threads
 BARE = "bare optimizer step"
 IN_FP32 = "fp32 weights"
 UNCOMPRESSED = "fp32 state"
-PLAIN = "without it"
+PLAIN = "without the option"
 TABLE = "Unscale + clip + step + update, after each backward pass"
 TABLE_WITHOUT_SCALE = "Clip + step without a loss scale, after each backward pass"
-TABLE_16_BITS = "A whole step with weights stored in bf16, compared with float32 weights"
-TABLE_8_BITS = "A whole step with bf16 weights and 8-bit state, on one thread, compared with float32 state"
+TABLE_16_BITS = "A whole step with weights stored in bf16, compared with a step with float32 weights"
+TABLE_8_BITS = "A whole step with bf16 weights and 8-bit state on one thread, compared with float32 state"
 TABLE_JUDGED = "A whole step with on_spike= or log=, compared with a step without them"
 TABLE_FUSED = (
-    "A whole step for optimizers that torch has fused, compared with torch's fused and foreach steps"
+    "A whole step of optimizers with a fused version in torch, compared with torch's fused and foreach steps"
 )
-TABLE_FOREACH = "A whole step for optimizers that torch has not fused, compared with their own step"
+TABLE_FOREACH = (
+    "A whole step of optimizers without a fused version in torch, compared with the optimizer's own step"
+)
 JUDGED: dict[str, Any] = {"on_spike": Spike(), "log": lambda _: None}
 """The options of the scaler that examine each step, and their values."""
 FUSED = {"Adam": 2, "AdamW": 2, "SGD with momentum": 1, "Adagrad": 1}
@@ -50,7 +52,7 @@ NOT_FUSED = {
 ON_THE_CPU = ("AdamWScheduleFree", "Adagrad")  # torch 2.11 has no fused Adagrad for CUDA
 MATRICES = [(512, 2048)] * 4  # for Muon, whose matrix products take nearly all of its time
 FOREACH = "torch, foreach"
-LIMIT = "copying as many bytes"
+LIMIT = "copying the same number of bytes"
 MAX_NORM = 0.1
 SCALE = 2.0**10
 PROMISED = {

@@ -23,7 +23,7 @@ STEP = "A training step: forward, backward, clip, fused AdamW"
 STORED = "A training step of GPT-2 124M with weights and states stored in fewer bits"
 HELD = "Memory of a training step, held between steps"
 PEAK = "Peak memory of a training step"
-LOSS = "The loss after five steps: distance from the loss in fp32"
+LOSS = "Loss after five steps: difference from the fp32 loss"
 COUNTED = 5  # the number of steps before steps are timed
 # Each way is a precision, a weight format and a state format.
 # Each way is compared with torch's step in the same precision.

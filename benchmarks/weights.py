@@ -76,7 +76,7 @@ class StoredWeights(Section):
                 label: _Training(setting, weights) for label, weights in ((OURS, way), ("fp32", "fp32"))
             }
             count = training[OURS].parameters
-            for what in ("held between steps", "peak of a step above it"):
+            for what in ("held between steps", "additional peak of a step"):
                 yield Comparison(
                     name=f"weights={way!r}, {what}",
                     table="Compute-bound GPT with AdamW: bytes per parameter",
