@@ -157,7 +157,7 @@ def test_a_device_that_is_not_here(whole_core: None) -> None:
     [
         ("AMP_PLUGIN_NATVE", r"did you mean AMP_PLUGIN_NATIVE\?"),
         ("AMP_PLUGIN_INITSCALE", r"did you mean AMP_PLUGIN_INIT_SCALE\?"),
-        ("AMP_PLUGIN_XYZ", r"unset it; known are AMP_PLUGIN_NATIVE, .*AMP_PLUGIN_INIT_SCALE"),
+        ("AMP_PLUGIN_XYZ", r"unset it, or use one of these: AMP_PLUGIN_NATIVE, .*AMP_PLUGIN_INIT_SCALE"),
     ],
 )
 def test_a_misspelt_variable_is_not_well(

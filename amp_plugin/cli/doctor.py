@@ -42,7 +42,7 @@ def examine(precision: str | None, device_type: str) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         core, kernels, cache = native_core_state(), cuda_kernels_state(), cache_state()
         planned = plan(precision, device_type)
-    unset = f"; unset it; known are {', '.join(KNOWN_VARIABLES)}"
+    unset = f"; unset it, or use one of these: {', '.join(KNOWN_VARIABLES)}"
     unknown = {
         name: f"amp_plugin does not read this variable{hint or unset}"
         for name, hint in unknown_variables(os.environ).items()

@@ -48,7 +48,7 @@ def gap(
     and 2 if the file or an option is wrong.
     """
     if rollout is None:
-        fail("--rollout FILE is missing: the file that the generator recorded", code=2)
+        fail("--rollout FILE is missing; give the file in which the generator recorded its tokens", code=2)
     if output is not None:
         require_target(output, force=force)
     from amp_plugin.precision import DTYPES  # noqa: PLC0415 - loads torch

@@ -93,7 +93,8 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
             )
         if self.has_compiled:
             lines.append(
-                "compiled functions ran eagerly; `amp-plugin diagnose --compare eager` compares them"
+                "compiled functions ran eagerly; `amp-plugin diagnose --compare eager train.py` compares "
+                "compiled code with eager code"
             )
         return "\n".join(lines)
 

@@ -67,7 +67,7 @@ _MASKING, _MASKING_IN_FP16 = 0.25, 0.999
 PATIENCE: Final = 20
 _ORDERS = frozenset({"ord", "p", "norm_type"})
 _SCALED = "made", "backward", torch.float16
-_PYTHON, _SELECTION = "Python", "an op that chooses places, such as argmin"
+_PYTHON, _SELECTION = "Python", "an op that selects elements, such as argmin"
 _TO_PYTHON = "aten::_local_scalar_dense.default"
 _READERS = ("numpy", "tolist", "__dlpack__")  # methods that read a tensor without calling the dispatcher
 # Ops that choose elements by size. An inf or nan may decide the choice without being in the result.
@@ -275,7 +275,7 @@ class Watch:
             elif followed and not call.traits.moves and _is_another(result, wide[number]):
                 for origin in self._origins_of(iter(followed)):
                     if origin.kind == "made":
-                        self._report(origin, f"finite numbers unlike those of fp64, in {call}")
+                        self._report(origin, f"a finite result that differs much from fp64, in {call}")
 
     def _widened(self, tensor: Tensor) -> Tensor:
         return self._wide.plain(tensor) if self._wide.get(tensor) is None else self._wide.of(tensor)
@@ -408,9 +408,9 @@ class Watch:
             held = origin.finding.held if origin.finding is not None and origin.explains else ()
             is_there = origin.became_nan or "nan" in held or id(origin) in alive
             if held and origin.read_by == _PYTHON:
-                self._report(origin, "a number in Python (item, float, print)")
+                self._report(origin, "a number that Python has read (by item, float or print)")
             elif held and not origin.is_absorbed and is_there:
-                self._report(origin, "still there at the end of the region")
+                self._report(origin, "still in a tensor at the end of the region")
 
     def read_elsewhere(self) -> Iterator[Finding]:
         """Yield findings about infs and nans that reached no gradient or weight but were read.

@@ -118,8 +118,8 @@ class Tuning:
         """One line that says what the tuning did."""
         if not self.is_followed:
             return (
-                f"tuned for {self.goal}: the rules have no effect, so the default rules stay; open "
-                f"autocast on {self.rules.device_type} around the forward pass, without rules of its own"
+                f"tuned for {self.goal}: the rules have no effect, so the default rules stay; open autocast "
+                f"for {self.rules.device_type} around the forward pass, and pass no rules= to it"
             )
         if self.keeps_default:
             nothing = f"tuned for {self.goal}: nothing better was found, the default rules stay"

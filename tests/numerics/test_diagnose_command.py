@@ -74,7 +74,7 @@ def test_an_infinity_left_by_a_script_that_exits(script: Path) -> None:
     script.write_text("import sys, torch\nkept = torch.zeros(2).log()\nsys.exit(0)")
     result = amp(str(script))
     assert result.exit_code == 1
-    assert "still there at the end of the region" in result.stdout
+    assert "still in a tensor at the end of the region" in result.stdout
 
 
 MIXED = """\
