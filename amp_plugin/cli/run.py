@@ -99,9 +99,9 @@ def report(
 ) -> None:
     """Run a script and write a run report, an HTML file, that is kept up to date.
 
-    The report shows the loss scale, skipped steps, gradient norms, how near gradients come to overflow, and
-    the module in which the inf or nan of a skipped step arose. The script runs as with `amp-plugin run`, so
-    it need not import amp_plugin. The exit code is the script's.
+    The report shows the loss scale, skipped steps, gradient norms, and how near gradients come to overflow.
+    For skipped steps, the report names the module in which the inf or nan arose. The script runs as with
+    `amp-plugin run`, so it need not import amp_plugin. The exit code is the script's.
     """
     run(script, arguments, precision, rules, page, as_module=as_module)
 

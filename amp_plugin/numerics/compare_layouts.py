@@ -6,8 +6,8 @@
 
 A correct program may have intermediate results on a rank that differ from the run of a single process. For
 example, an embedding with sharded rows looks up wrong rows for some tokens and masks them afterwards. So a
-result counts as wrong only if one of the results computed from it is wrong, or if no result that both runs
-have is computed from it.
+result counts as wrong only if a wrong result is computed from it. A result from which the ranks compute no
+result that the single process also has counts as wrong, too.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ class CompiledComparison:
         for reading, value in held.items():
             kind, number = reading
             if kind == "input" and torch.equal(eager.plain[reading], eager.inputs[number]):
-                # The graph has not written this input. The values are compared, because some CPU kernels
-                # write in place without increasing the version counter.
+                # The graph has not written this input. Values are compared instead of version counters,
+                # because some CPU kernels write in place without increasing the version counter.
                 continue
             if not value.is_floating_point():
                 if not torch.equal(value, eager.plain[reading]):

@@ -29,7 +29,7 @@ _FP8: Final = torch.float8_e4m3fn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpPlace:
-    """The results or the operands of an op on a line of a program, which can be rounded.
+    """The results or operands of an op on one line of a program, whose rounding can be emulated.
 
     Attributes:
         op: The name of the op without namespace and overload, such as ``"mul"``.

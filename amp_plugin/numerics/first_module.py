@@ -39,10 +39,10 @@ from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.overflows import FirstModules
 from amp_plugin.scaling.step_log import StepLog, StepResult
 
-STEPS_AFTER_SKIP: Final = 8  # after a skipped step, so many steps run with hooks
-STEPS_IN_ALL: Final = 64  # in a whole run, at most so many steps run with hooks
-_MOST_NUMBERS: Final = 50_000  # at most so many magnitudes are kept per step
-_MOST_TENSORS: Final = 8  # at most so many tensors are measured per call of a module
+STEPS_AFTER_SKIP: Final = 8  # after a skipped step, this many steps run with hooks
+STEPS_IN_ALL: Final = 64  # in a whole run, at most this many steps run with hooks
+_MOST_NUMBERS: Final = 50_000  # at most this many magnitudes are kept per step
+_MOST_TENSORS: Final = 8  # at most this many tensors are measured per call of a module
 _DTYPES: Final = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _PLAIN: Final = {Tensor, nn.Parameter}
 
@@ -67,7 +67,7 @@ class ModuleWatch:
         self._measured: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # The ids of the optimizers that have stepped since the last measurement. There may be several.
         self._stepped: set[int] = set()
-        self._just_begun = False  # whether the hooks came too late for the passes before these steps
+        self._just_begun = False  # whether the hooks were registered after the passes before these steps
         # _left: how many steps may still run with hooks if no further step is skipped.
         # _budget: how many steps of this run may still run with hooks.
         self._left, self._budget = 0, STEPS_IN_ALL
@@ -78,7 +78,7 @@ class ModuleWatch:
         self._log.subscribe(self._look, first=True)
 
     def follow(self, models: Sequence[nn.Module]) -> None:
-        """Stop watching the present models, and watch these models from now on."""
+        """Stop watching the current models, and watch these models from now on."""
         self._rest()
         self._hooks = ModuleHooks(models, self._measure)
 

@@ -187,7 +187,8 @@ def _micro_batches(
 ) -> int:
     """Return how often a rank runs an op that the single process runs once.
 
-    This is the number of micro-batches. The number counts that most of the forward ops inside modules show.
+    This is the number of micro-batches. If the forward ops inside modules show different numbers, the most
+    frequent number counts.
     """
     ratios: Counter[int] = Counter()
     for place, numbers in mine.items():

@@ -84,14 +84,14 @@ def verdicts(matches: Matches) -> dict[int, Verdict]:
 
 
 class _Judge:
-    """Judges the results in the order of the single process, and keeps the difference of each result."""
+    """Judges the results in the single process's order of execution, and keeps each difference."""
 
     def __init__(self, matches: Matches) -> None:
         self._runs: dict[int, Run] = {**matches.runs, _ONE: matches.whole}
         # Maps (rank, index of a result) to the relative difference of this result. inf if it is not known.
         self._apart: dict[tuple[int, int], float] = {}
-        # Maps a rank to the estimated differences of its results. These are used for results that only
-        # this rank has.
+        # Maps a rank to the estimated differences of its results.
+        # The estimates are used for results that only this rank has.
         self._swept: dict[int, list[float]] = {}
         self._follows_random = False
         # The indices of norms, in the run of the single process, of tensors that are split over the ranks.

@@ -27,7 +27,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 _AROUND_OPS = (_OURS, str(Path(_TORCH, "_dynamo")), str(Path(_TORCH, "_compile.py")))
 
 _MACHINERY, _LIBRARY, _PROGRAM = range(3)
-_MOST = 500_000  # so many sites are kept; the backward pass of older nodes has run long ago
+_MOST = 500_000  # this many sites are kept; the backward pass of older nodes has run long ago
 
 
 @dataclass(frozen=True, slots=True)

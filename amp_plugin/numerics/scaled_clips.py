@@ -30,7 +30,7 @@ from amp_plugin.scaling.gradients import params_of
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 # torch.amp.GradScaler and our GradScaler. `amp-plugin run` replaces torch.amp.GradScaler by another class.
 _SCALERS: Final = [kind for kind in GradScaler.__mro__ if {"step", "unscale_"} <= vars(kind).keys()]
-# At most so many calls at one line are checked, because each check reads the loss scale from the device.
+# At most this many calls at one line are checked, because each check reads the loss scale from the device.
 _MOST_LOOKS: Final = 20
 # The user has multiplied the limit by the loss scale if it is above this and above 1 % of the scale.
 _LARGEST_LIMIT: Final = 10.0

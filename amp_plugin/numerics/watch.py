@@ -14,9 +14,7 @@ for each op, look at its results
 
         the program wrote a constant, such as a mask of -inf
 
-    report the origin when an inf or nan reaches one of these tensors
-
-        the loss, a gradient, a parameter or the state of an optimizer
+    report the origin when its inf or nan reaches a loss, a gradient, a parameter or an optimizer's state
 
 at the end of a region without a backward pass, report each inf or nan that no op has absorbed
 
@@ -62,8 +60,8 @@ Verdict = Literal["made", "on purpose", "masked", "passed on"]
 # In bf16 and fp32 that is about 1e38, with which no program computes.
 # In fp16, activations and scaled gradients do get near 65504, so the fraction is nearly 1.
 _MASKING, _MASKING_IN_FP16 = 0.25, 0.999
-# If this many backward passes in a row overflow, the overflow is reported. By then the scaler has halved
-# a loss scale of 2^16 to less than 1.
+# If this many backward passes in a row overflow, the overflow is reported.
+# By then, a scaler that began with a loss scale of 2^16 has halved it to less than 1.
 PATIENCE: Final = 20
 _ORDERS = frozenset({"ord", "p", "norm_type"})
 _SCALED = "made", "backward", torch.float16
@@ -79,7 +77,7 @@ _SELECTING = frozenset(
 
 @dataclass(eq=False, slots=True)
 class Origin:
-    """The origin of an inf or nan. All tensors to which the inf or nan was passed on share one object."""
+    """The origin of an inf or nan. All tensors to which the inf or nan was passed on share this object."""
 
     kind: Kind  # as in Finding
     # The finding to report. None for a constant, and for memory that no op has read yet.
@@ -98,7 +96,7 @@ class Origin:
 
     @property
     def explains(self) -> bool:
-        """Whether this origin is a fault, which explains all infs and nans that are computed from it."""
+        """Whether this origin is a fault. A fault explains all infs and nans that are computed from it."""
         return self.kind != "constant"
 
 
@@ -364,7 +362,7 @@ class Watch:
         site = call.forward_site
         first = None if site is None else self._first_at.get(site)
         if first is not None and (first.is_reported or first.is_compared):
-            return first  # an op and its derivative have one origin
+            return first  # the derivative of an op has the same origin as the op
         origin = self._new("made", call, result, judged.held, site)
         if site is not None:
             self._first_at.setdefault(site, origin)
@@ -467,7 +465,7 @@ class Watch:
 def _is_another(result: Tensor, wide: Tensor) -> bool:
     """Return whether an element differs by more than 50 % from its value in a wider dtype.
 
-    Only elements count whose value in the wider dtype is within the range of the result's dtype.
+    Elements whose value in the wider dtype is outside of the range of the result's dtype do not count.
     """
     info = torch.finfo(result.dtype)
     holds = (wide.abs() >= info.smallest_normal) & (wide.abs() <= info.max)

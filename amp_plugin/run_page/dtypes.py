@@ -30,7 +30,7 @@ Branch = dict[str, Any]
 _PRODUCT: Final = re.compile(
     r"((Sparse)?(Mm|Addmm|Addbmm|Bmm|Baddbmm|Mv|Addmv|Dot|Linear)|\w*Convolution\w*|\w*Rnn\w*|ScaledDot\w*)Backward\d*"
 )
-_MOST_NODES: Final = 20_000  # at most so many graph nodes are visited per module
+_MOST_NODES: Final = 20_000  # at most this many graph nodes are visited per module
 
 
 class Survey:
@@ -90,7 +90,7 @@ class Survey:
         return self._results.get(module, lowest)
 
     def trees(self, optimizers: Iterable[Optimizer]) -> list[Branch]:
-        """Return the module tree of each model, with the dtypes of the present optimizer state."""
+        """Return the module tree of each model, with the dtypes of the current optimizer state."""
         state = {param: entry for optimizer in optimizers for param, entry in optimizer.state.items()}
         return [self._branch(prefix.rstrip("."), model, state) for prefix, model in prefixes(self._models)]
 

@@ -28,7 +28,7 @@ Writing the HTML file may take the same fraction.
 """
 
 _MOST_ELEMENTS = 4096  # the size of the sample per parameter
-_MOST_COLUMNS = 360  # the map has at most so many columns
+_MOST_COLUMNS = 360  # the map has at most this many columns
 _MOST_ROWS = 250
 _FAR = 16  # in bf16 and fp32, a module with more bits of headroom than this is not mentioned
 
@@ -60,7 +60,7 @@ class Headroom:
         self._began = time.perf_counter()
 
     def is_due(self) -> bool:
-        """Return whether the time budget allows to read gradients again. The first read is always allowed."""
+        """Return whether the time budget allows another read of the gradients. It allows the first read."""
         return self.seconds <= BUDGET * (time.perf_counter() - self._began)
 
     def note_overflow(self, step: int, names: Iterable[str]) -> None:
@@ -117,7 +117,7 @@ class Headroom:
     def nearest(self, dtypes: Mapping[str, torch.dtype]) -> list[str]:
         """Return a sentence about the module that came closest to overflow in steps that were not skipped.
 
-        The list is empty if no module came near it.
+        The list is empty if no module came near overflow.
         """
         bits = self.bits(dtypes).nan_to_num(nan=math.inf)
         bits[:, (bits < 0).any(dim=0)] = math.inf

@@ -13,9 +13,9 @@ from amp_plugin.scaling.overflows import OverflowReport
 from amp_plugin.scaling.step_log import StepResult
 
 _MOST_STEPS: Final = 10_000  # if a curve has more points, every second point is dropped
-# If an earlier step succeeded at this many times the present scale, lowering the scale does not help.
+# If an earlier step succeeded at this many times the current scale, lowering the scale does not help.
 _FAR_LOWER: Final = 4.0
-_MOST_SKIPS: Final = 1_000  # the details of at most so many skipped steps are kept
+_MOST_SKIPS: Final = 1_000  # the details of at most this many skipped steps are kept
 
 
 class Point(NamedTuple):
@@ -82,7 +82,7 @@ class History:
         # The steps whose loss was not finite, or that updated weights with non-finite gradients.
         self.wrong_steps: list[int] = []
         self.skips: list[Skip] = []  # the first _MOST_SKIPS skipped steps
-        self.per_point = 1  # every so many steps, one step becomes a point of the curves
+        self.per_point = 1  # every this many steps, one step becomes a point of the curves
         self._points: list[Point] = []
         # The optimizers whose steps are skipped again and again although the loss scale falls.
         self._unhelped: set[str] = set()
@@ -95,7 +95,7 @@ class History:
         self.growth = factor
 
     def hear_loss(self, loss: Any) -> None:
-        """Add the loss of a micro-batch to the loss of the present step."""
+        """Add the loss of a micro-batch to the loss of the current step."""
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach())
 

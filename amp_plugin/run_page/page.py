@@ -14,7 +14,7 @@ from amp_plugin.numerics.growth import DIVERGES, grown
 from amp_plugin.run_page.headroom import Headroom
 from amp_plugin.run_page.history import History
 
-_MOST_LISTED: Final = 50  # the table of skipped steps has at most so many rows
+_MOST_LISTED: Final = 50  # the table of skipped steps has at most this many rows
 _MOST_RANGES: Final = 12
 _MOST_CHANGES: Final = 3
 _TOO_HIGH: Final = (
@@ -178,7 +178,7 @@ _POWER_OF_TWO: Final = (  # a tick label of the loss scale
 )
 # Selects a point between two gaps, which a line does not show.
 _ALONE: Final = "isValid(datum.value) && !isValid(datum.previous) && !isValid(datum.next)"
-_LABEL: Final = 27  # module names next to a map have so many characters, or more if two would be equal
+_LABEL: Final = 27  # module names next to a map have this many characters, or more if two would be equal
 _ROW, _MAP_HEIGHT = 18, 620
 
 

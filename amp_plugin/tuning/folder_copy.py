@@ -22,7 +22,7 @@ except ImportError:  # Windows
 
 from rich import filesize
 
-_MOST_BYTES: Final = 2_000_000_000  # at most so many bytes are copied; cloned files do not count
+_MOST_BYTES: Final = 2_000_000_000  # at most this many bytes are copied; cloned files do not count
 _MOST_FILES: Final = 50_000
 # The number of Linux's ioctl FICLONE on x86-64 and ARM. If a system refuses it, the file is copied.
 _CLONE: Final = 0x40049409

@@ -58,7 +58,7 @@ _NEGLIGIBLE: Final = 0.05  # the search stops when the gap is below this fractio
 # Among suspects whose gaps are within this factor of the smallest gap, the one with the fewest places wins.
 _NEAR: Final = 1.05
 _MOST_CAUSES: Final = 6
-_SEARCHED: Final = 4  # the number of batches on which suspects and rules are tried
+_SEARCHED: Final = 4  # roundings and rules are tried on this many batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ independent, so the squares of their errors add up::
 
     cost(placement) = sum over layers of FLOPs(layer) / speed(format of layer)
 
-The layers are added one after another. Only the Pareto front is kept, which are the placements of the first
-layers for which no other placement has both a smaller error and a smaller cost::
+The layers are added one after another. A placement of the first layers is kept only if no other placement has
+both a smaller error and a smaller cost. The placements that are kept are called the Pareto front::
 
     front = [the empty placement]
 
@@ -21,7 +21,7 @@ layers for which no other placement has both a smaller error and a smaller cost:
     return the last placement of front, which is the cheapest
 
 This finds the cheapest placement. If the front has more than 1024 placements, the range of errors is divided
-into 1023 intervals, and only the cheapest placement in each interval is kept. With so many placements, the
+into 1023 intervals, and only the cheapest placement in each interval is kept. With more placements, the
 result can be slightly more expensive than the cheapest placement.
 """
 
@@ -37,7 +37,7 @@ SPEED: Final = {"bf16": 1.0, "fp8": 2.0, "fp8-rowwise": 2.0, "mxfp8": 2.0, "nvfp
 The numbers are the peak rates of tensor cores since Hopper.
 """
 
-_MOST: Final = 1024  # a front has at most so many placements
+_MOST: Final = 1024  # a front has at most this many placements
 
 Numbers = Mapping[str, Mapping[str, float]]
 """The cost or the error of each layer in each format, as ``numbers[layer][format]``."""

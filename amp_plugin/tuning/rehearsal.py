@@ -41,7 +41,7 @@ from amp_plugin.tuning.measure import Trials, rules_without_16_bits
 from amp_plugin.tuning.placement import SPEED, cost_of, place
 from amp_plugin.tuning.workload import StepFunction, Workload
 
-_ROUNDS: Final = 4  # at most so many placements are run to find one within the budget
+_ROUNDS: Final = 4  # at most this many placements are run to find one within the budget
 _FRAMEWORKS: Final = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "torch")
 
 
@@ -230,8 +230,9 @@ def is_in(format_name):
     return lambda module, name: FORMATS.get(name) == format_name
 '''
 _TRANSFORMER_ENGINE: Final = """{comments}
-# Pass this file to nvdlfw_inspect.api.initialize(config_file=...). Layers that are not named here run in
-# the recipe of te.autocast. Before TransformerEngine 2.12, the feature is called DisableFP8Layer.
+# Pass this file to nvdlfw_inspect.api.initialize(config_file=...).
+# Layers that are not named here run in the recipe of te.autocast.
+# Before TransformerEngine 2.12, the feature is called DisableFP8Layer.
 layers_in_bf16:
   enabled: True
   layers:

@@ -29,7 +29,7 @@ from amp_plugin.tuning.rollouts import RolloutBatch
 from amp_plugin.tuning.search import Changes, with_changes
 from amp_plugin.tuning.suspects import Suspect, emulated
 
-_MOST_LOGITS: Final = 1 << 26  # at most so many logits are kept to fit the recorded temperature and top-p
+_MOST_LOGITS: Final = 1 << 26  # at most this many logits are kept to fit the recorded temperature and top-p
 
 Step = Callable[[Tensor], object]
 """A function from token ids, shape (sequences, longest), to logits, shape (sequences, longest,

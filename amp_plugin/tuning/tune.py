@@ -136,7 +136,7 @@ class Tuning:
 def require_plots(path: str | Path) -> None:
     """Check that matplotlib is installed and can write a file of this format.
 
-    An ImportError or a ValueError is raised if not.
+    If matplotlib is missing, an ImportError is raised. If the format is unknown, a ValueError is raised.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415 - optional
@@ -187,7 +187,7 @@ def tune(
 ) -> Tuning | GapTuning:
     """Find op rules that save memory or casts without more gradient error, or that cure an overflow.
 
-    ``step`` runs about fifty times with different rules. Each run starts with the present weights and random
+    ``step`` runs about fifty times with different rules. Each run starts with the current weights and random
     states.
 
     With ``goal=Gap(rollout)``, the function finds out why the log-probabilities of a trainer differ from

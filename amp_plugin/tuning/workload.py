@@ -63,7 +63,7 @@ class StepFunction:
         return len(self._inputs)
 
     def run(self, on_batch: OnBatch, *, batches: int) -> None:
-        """Run the first batches, starting from the present weights, buffers and random states."""
+        """Run the first batches, starting from the current weights, buffers and random states."""
         params = dict(self.model.named_parameters())
         versions = {name: param._version for name, param in params.items()}
         with _state_kept(self.model):
