@@ -283,7 +283,7 @@ class TestTune:
         found = amp_plugin.tune(step, model=model, batches=batches)
         assert not found.is_followed
         assert "the rules have no effect" in found.headline
-        assert "open autocast on cpu around the forward pass, without rules of its own" in found.to_yaml()
+        assert "open autocast for cpu around the forward pass, and pass no rules= to it" in found.to_yaml()
 
     def test_an_overflow_in_fp16_is_cured_by_the_op_that_overflows_alone(self, batches):
         class Attention(nn.Module):
