@@ -27,7 +27,7 @@ CLIPPING = (
 )
 
 DEEPSPEED = (
-    "For DeepSpeed we found no published time of its fp16 optimizer's check, norm and clipping. DeepSpeed "
+    "We found no published times for the check, norm and clipping in DeepSpeed's fp16 optimizer. DeepSpeed "
     "says that its CPU Adam is 5 to 7 times faster than PyTorch's "
     "([ZeRO-Offload tutorial](https://www.deepspeed.ai/tutorials/zero-offload)). DeepSpeed's claim "
     "predates torch's fused AdamW for the CPU, and concerns only the optimizer, which we leave to torch."
