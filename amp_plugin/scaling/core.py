@@ -210,7 +210,7 @@ class ScalerCore:
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
         """Unscale gradients unless they are. Unlike ``unscale_``, it may be called several times."""
         if self.shared.enabled:
-            self.shared.require_scale("ensure_unscaled", params_of(optimizer))
+            self.shared.require_scale("ensure_unscaled", optimizer)
             self.state(optimizer).unscale_()
 
     @property

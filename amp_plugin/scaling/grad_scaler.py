@@ -256,7 +256,7 @@ class GradScaler(TorchNames):
         return take_step_by(self.core, optimizer, step)
 
     def _state_for(self, call: str, optimizer: Optimizer) -> OptimizerState:
-        self.core.shared.require_scale(call)
+        self.core.shared.require_scale(call, optimizer)
         self._records.meet(optimizer)
         return self.core.state(optimizer)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from amp_plugin.options import LossScaleOptions, Spike
+from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.loss_scale import HYSTERESIS, LossScale
 from amp_plugin.scaling.ranks import Ranks
 from amp_plugin.scaling.spikes import Spikes
@@ -117,14 +117,19 @@ class Shared:
         """The device that holds the loss scales; None if none has been used."""
         return next((scale.require().device for scale in self.used_scales()), None)
 
-    def require_scale(self, call: str, params: Iterable[Tensor] = ()) -> None:
+    def require_scale(self, call: str, target: Any = ()) -> None:
         """Raise AssertionError if no loss has been scaled.
 
         An entry point that scales all losses may have had no loss so far. If the parameters have no gradient
         either, the loss scale gets its first value, and the call goes on.
+
+        Args:
+            call: The name of the method that needs the loss scale.
+            target: The optimizer or the parameters that the method was called with.
         """
         if self.used_scales():
             return
+        params = params_of(target) if hasattr(target, "param_groups") else target
         if not self.scales_all or any(param.grad is not None for param in params):
             msg = f"Attempted {call} but _scale is None. Call {self.words.backward} earlier in the iteration."
             raise AssertionError(msg)

@@ -58,7 +58,7 @@ def take_step(
         return _take_unchecked(core, optimizer, args, kwargs, clip)
     closure, args, kwargs = _take_closure(args, kwargs)
     if closure is None and shared.enabled:
-        shared.require_scale("step", params_of(optimizer))
+        shared.require_scale("step", optimizer)
     state = core.state(optimizer)
     why_not = why_not_one_pass(state, optimizer, has_arguments=bool(args or kwargs))
     if shared.enabled and core.is_step_refused(state, repeats=closure is not None):

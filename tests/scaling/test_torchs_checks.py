@@ -9,6 +9,7 @@ import torch
 from amp_plugin import GradScaler
 from amp_plugin.adapters.takeover import Takeover
 from amp_plugin.scaling import gradient_penalty
+from amp_plugin.scaling.words import PLAIN
 from tests.scaling.runs import fresh
 
 BOTH = pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
@@ -52,6 +53,30 @@ def test_calls_before_the_first_scaled_loss(weights, door):
         kind, text = raised(lambda call=call: call(scaler))
         assert (kind, f"Attempted {name} but _scale is None" in text) == (AssertionError, True)
         assert raised(lambda call=call: call(off))[0] is None
+
+
+def test_gradients_of_a_bare_backward_before_the_first_scaled_loss(weights):
+    """An entry point that scales all losses goes on without gradients, but these were not scaled."""
+    scaler, one = GradScaler("cpu", init_scale=8.0), weights()
+    scaler.core.shared.speak(PLAIN, scales_all=True)
+    calls = {
+        "unscale_": scaler.unscale_,
+        "step": scaler.step,
+        "ensure_unscaled": scaler.core.ensure_unscaled,
+        "clip_grad_norm_": lambda optimizer: scaler.clip_grad_norm_(optimizer, 1e6),
+        "clip_grad_value_": lambda optimizer: scaler.clip_grad_value_(one.params, 1e6),
+    }
+    one.loss().backward()
+    for name, call in calls.items():
+        kind, text = raised(lambda call=call: call(one.optimizer))
+        assert (kind, f"Attempted {name} but _scale is None" in text) == (AssertionError, True)
+    assert (one.value, one.grad) == (0.0, 1.0)
+    one.optimizer.zero_grad()
+    for name in ("ensure_unscaled", "clip_grad_norm_", "step"):
+        calls[name](one.optimizer)
+    scaler.update()
+    one.train(scaler, 1.0)
+    assert (one.value, scaler.get_scale()) == (-1.0, 8.0)
 
 
 @DOOR
