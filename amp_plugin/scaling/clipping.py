@@ -30,7 +30,7 @@ _UNKNOWN = (
 
 
 class NormClip(NamedTuple):
-    """A clip by norm, with arguments that were checked."""
+    """The arguments of a clip by norm, after they were checked."""
 
     max_norm: float
     norm_type: float
@@ -38,15 +38,15 @@ class NormClip(NamedTuple):
 
     @classmethod
     def of(cls, max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> NormClip:
-        """Check the arguments of a user, and return the clip."""
+        """Check the arguments that a user has given, and return them as floats."""
         limit = number("max_norm", max_norm, least=0)
         return cls(limit, number("norm_type", norm_type), bool(error_if_nonfinite))
 
     def factor(self, norm: Tensor, found: Tensor, scale: Tensor | None = None) -> Tensor:
         """Return the number by which the clip multiplies gradients (float32, 0-dim).
 
-        It is 1 if they overflowed. If gradients carry ``scale``, return the number by which scaled gradients
-        are divided.
+        The factor is 1 if ``found`` is 1. With ``scale``, return the number by which gradients that are
+        multiplied by ``scale`` must be divided.
         """
         return torch.ops.amp_plugin.clip_factor(norm, self.max_norm, scale, found)  # type: ignore[no-any-return]
 
@@ -61,7 +61,7 @@ class NormClip(NamedTuple):
 
 
 def clip_norm(core: ScalerCore, target: Target, clip: NormClip) -> Tensor:
-    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_norm_` does."""
+    """Clip the norm of gradients, for :meth:`amp_plugin.GradScaler.clip_grad_norm_`."""
     shared = core.shared
     params, states, is_one = _owners(core, target, "clip_grad_norm_")
     if is_one:
@@ -89,12 +89,12 @@ def clip_norm(core: ScalerCore, target: Target, clip: NormClip) -> Tensor:
 
 
 def wants_torchs_bits(shared: Shared) -> bool:
-    """Return whether torch's own function clips, because nothing is scaled and steps are torch's own."""
+    """Return whether torch's own function must clip: no loss is scaled, and steps are torch's own."""
     return not (shared.enabled or (shared.checks and shared.options.one_pass))
 
 
 def clip_measured(state: OptimizerState, clip: NormClip, norm: Tensor, found: Tensor) -> None:
-    """Clip all gradients of one optimizer, whose norm and found_inf are known, unless ``found`` is 1."""
+    """Clip all gradients of one optimizer, whose norm is known, unless ``found`` is 1."""
     if wants_torchs_bits(state.shared):
         clip.by_torch(state.params)
     else:
@@ -102,7 +102,7 @@ def clip_measured(state: OptimizerState, clip: NormClip, norm: Tensor, found: Te
 
 
 def clip_value(core: ScalerCore, target: Target, limit: float) -> None:
-    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_value_` does. ``limit`` was checked before."""
+    """Clip each element of gradients, for :meth:`amp_plugin.GradScaler.clip_grad_value_`."""
     params, states, _ = _owners(core, target, "clip_grad_value_")
     _unscale(core, params, states)
     if any(param.grad is not None for param in params):  # torch's fails if there is none
@@ -112,9 +112,9 @@ def clip_value(core: ScalerCore, target: Target, limit: float) -> None:
 
 
 def _owners(core: ScalerCore, target: Any, call: str) -> tuple[list[Tensor], list[OptimizerState], bool]:
-    """Return the parameters to clip, the states of their optimizers, and whether it is one whole optimizer.
+    """Return the parameters to clip, the states of their optimizers, and a flag.
 
-    The last is True if one optimizer has exactly these parameters.
+    The flag is True if one optimizer has exactly these parameters.
     """
     params = list(params_of(target)) if isinstance(target, Optimizer) else _params_in(target)
     if core.shared.enabled:
@@ -128,7 +128,7 @@ def _owners(core: ScalerCore, target: Any, call: str) -> tuple[list[Tensor], lis
 
 
 def _unscale(core: ScalerCore, params: list[Tensor], states: list[OptimizerState]) -> None:
-    """Unscale and measure the gradients of optimizers."""
+    """Unscale and measure the gradients of these optimizers."""
     if not (core.shared.enabled or core.shared.checks):
         return
     owned = {id(param) for state in states for param in state.params}
@@ -141,7 +141,7 @@ def _unscale(core: ScalerCore, params: list[Tensor], states: list[OptimizerState
 
 
 def number(name: str, given: Any, *, least: float = -math.inf) -> float:
-    """Return an argument of a clip as a float, or raise."""
+    """Return an argument of a clip as a float, or raise TypeError or ValueError."""
     try:
         value = float(given)
     except (TypeError, ValueError):

@@ -1,9 +1,8 @@
 """Steps with a closure: LBFGS, SAM, and any optimizer that calls its closure itself.
 
-The closure runs backward on ``scaler.scale(loss)`` and returns the loss itself. Its gradients are unscaled
-and checked before the optimizer continues. If the gradients of a call are not finite, the step ends, and its
-changes so far are undone. Gradients that the optimizer may use before it first calls the closure are
-checked too.
+The closure runs backward on ``scaler.scale(loss)`` and returns the unscaled loss. After each call the
+gradients are unscaled and checked. If a gradient is inf or nan, the step ends, and what it has changed so far
+is undone. An optimizer may use the present gradients before it calls the closure, so these are checked too.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _SCALED_LOSS = (
 
 
 class _NonfiniteError(Exception):
-    """Raised inside a closure, to end the optimizer's step."""
+    """Raised in a closure to leave the optimizer's step, because a gradient is inf or nan."""
 
 
 def run(state: OptimizerState, closure: Closure) -> Any:
@@ -46,7 +45,7 @@ def run(state: OptimizerState, closure: Closure) -> Any:
     before = state.backwards
     with torch.enable_grad():
         loss = closure()
-    state.forget_stale_norm()  # a closure that has run no backward pass leaves the norm from before a clip
+    state.forget_stale_norm()  # keep the norm from before a clip if the closure has run no backward pass
     if state.shared.enabled:
         unscaled = state.backwards == before and None in state.scales_carried()
         if unscaled and state.ledger.has_gradients() and state.ledger.is_changed():
@@ -64,25 +63,26 @@ def step(
     how: str,
     clip: NormClip | None = None,
 ) -> tuple[Any, StepResult]:
-    """Step an optimizer with a closure whose gradients are checked. Each call waits for the device.
+    """Step an optimizer with a closure, and check the gradients after each call. The host waits each time.
 
     ::
 
-        gradients that the optimizer may use before it first calls the closure are not finite: no step
-        each call:  run the closure, unscale and measure the gradients
-                    if one is not finite: end the step and undo its changes
-                    else: clip, and let the optimizer continue
+        If the optimizer may use the present gradients first, and one of them is inf or nan: skip the step.
+        In each call of the closure:
+            Run the closure, and unscale and measure the gradients.
+            If a gradient is inf or nan, leave the step and undo its changes.
+            Otherwise clip the gradients, and let the optimizer continue.
 
     Args:
         state: The state of the optimizer.
         optimizer: The optimizer, or an optimizer that wraps it.
         closure: The user's closure.
-        call: Calls the optimizer's step with a closure.
-        how: How the step is taken, for people.
-        clip: The clip of the gradients of each call, if any.
+        call: A function that calls the optimizer's step with the closure that it is given.
+        how: A text for ``StepResult.how``.
+        clip: How to clip the gradients after each call of the closure, or None.
 
     Returns:
-        The result of the optimizer's step, and our result.
+        The return value of the optimizer's step, and the StepResult.
     """
     is_scaled = state.shared.enabled
     norm_type = 2.0 if clip is None else clip.norm_type
@@ -94,7 +94,8 @@ def step(
         loss = run(state, closure)
         with torch.no_grad():
             norm, found = state.unscale_(norm_type)
-            if last is None:  # later calls come after changes, and are not judged
+            # Only the first call is judged, because later calls follow changes of the weights.
+            if last is None:
                 norm, found, _ = state.judge(norm, found)
             last = norm, found
             if not capturing(found.device) and found.item() > 0:
@@ -120,12 +121,12 @@ def step(
 
 
 def _may_change_early(optimizer: Optimizer) -> bool:
-    """Return whether a step may change something before its last call, as LBFGS alone does in torch."""
+    """Return whether a step may change weights before its last call of the closure, as LBFGS does."""
     return isinstance(optimizer, LBFGS) or uses_gradients_before_closure(optimizer)
 
 
 def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
-    """Copy the parameters and the state of an optimizer. Weights stored in 16 bits are copied exactly.
+    """Copy the parameters and the state of an optimizer, also weights stored in 16 bits, without rounding.
 
     Returns:
         A function that restores them.

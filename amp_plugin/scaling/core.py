@@ -1,4 +1,4 @@
-"""The scaler's core: the optimizers that it knows, their shared gradients, and methods for adapters."""
+"""ScalerCore: the optimizers that a scaler knows, and the methods that only adapters call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _guards: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKey
 
 
 class ScalerCore:
-    """The part of a :class:`amp_plugin.GradScaler` that users do not call.
+    """The methods and the state of :class:`amp_plugin.GradScaler` that only adapters and the package use.
 
     Args:
         shared: The state that all optimizers of the scaler share.
@@ -37,7 +37,7 @@ class ScalerCore:
     Attributes:
         shared: As given.
         log: As given.
-        awaits_update: True while a requested update waits for gradients that depend on the old scale.
+        awaits_update: True if an update is requested, and gradients still depend on the old loss scale.
         last_scale: The loss scale of the last scaled backward pass; None if there was none.
         last_task: Autograd's number of that backward pass.
     """
@@ -45,12 +45,13 @@ class ScalerCore:
     def __init__(self, shared: Shared, log: StepLog) -> None:
         self.shared, self.log = shared, log
         self._states: dict[int, OptimizerState] = {}
-        # Ids of optimizers that may delay an update; it makes many update() calls cheap.
+        # Ids of optimizers that may delay an update. Others are not asked, so that update() is cheap.
         self._may_delay_update: list[int] = []
         self.awaits_update = False
         self.last_scale: LossScale | None = None
         self.last_task = -1
-        self._change: Change = lambda: None  # returns the change of that scale since that backward pass began
+        # Returns by which factor ``last_scale`` has changed since the last scaled backward pass began.
+        self._change: Change = lambda: None
 
     def __iter__(self) -> Iterator[OptimizerState]:
         """Iterate over the states of the optimizers that still exist."""
@@ -69,11 +70,14 @@ class ScalerCore:
         return self._states.get(key)
 
     def state(self, optimizer: Optimizer) -> OptimizerState:
-        """Return an optimizer's state after reading its parameters again; a new one if it is unknown."""
+        """Return the state of an optimizer, with its present parameters.
+
+        An unknown optimizer gets a new state.
+        """
         return self.add([optimizer])[0]
 
     def add(self, optimizers: Iterable[Optimizer]) -> list[OptimizerState]:
-        """Return the states of optimizers; unknown ones get a new state."""
+        """Return the states of optimizers. An unknown optimizer gets a new state."""
         states = []
         for optimizer in optimizers:
             if not isinstance(getattr(optimizer, "param_groups", None), Iterable):
@@ -106,11 +110,14 @@ class ScalerCore:
         return changed
 
     def refresh_joined(self) -> bool:
-        """Read the parameters again of each optimizer that has more or fewer of them than before."""
+        """Read the parameters of optimizers again if their number has changed; return True if it has."""
         return self.refresh([state for state in self if len(params_of(state.optimizer)) != len(state.params)])
 
     def _take_params(self, state: OptimizerState, params: list[Tensor]) -> None:
-        """Set the parameters of an optimizer. New gradients count as made by the last backward pass."""
+        """Set the parameters of an optimizer.
+
+        Gradients of new parameters belong to the last backward pass.
+        """
         others = list(self)
         known = {id(param) for other in others for param in other.params}
         state.take_params(params, others, self.last_scale)
@@ -120,7 +127,7 @@ class ScalerCore:
             state.ledger.write(lambda: multiply_(strangers, change))
 
     def note_loss(self, loss: Any) -> None:
-        """Pass a loss to the subscribers, before it is scaled."""
+        """Call the subscribers to losses with a loss that is not scaled yet."""
         self.shared.spikes.hear(loss)
         self.log.note_loss(loss)
 
@@ -136,7 +143,7 @@ class ScalerCore:
     def delays_update(self) -> bool:
         """Return whether an optimizer still has to step before the scale may change.
 
-        An optimizer that does not is not asked again until the next backward pass.
+        An optimizer that need not step is not asked again until the next backward pass.
         """
         waiting = self._may_delay_update
         while waiting and not ((state := self._states.get(waiting[-1])) and state.delays_update()):
@@ -144,7 +151,7 @@ class ScalerCore:
         return bool(waiting)
 
     def carriers(self, loss_scale: LossScale) -> Iterator[tuple[OptimizerState, list[Tensor]]]:
-        """Yield the parameters whose gradients carry a loss scale, each once, by optimizer state."""
+        """Yield the parameters whose gradients carry a loss scale, each once, with the optimizer's state."""
         seen: set[int] = set()
         for state in self:
             for scale, params, _ in state.parts():
@@ -156,8 +163,8 @@ class ScalerCore:
     def is_step_refused(self, state: OptimizerState, *, repeats: bool = False) -> bool:
         """Return whether a step must be refused.
 
-        It must if there are no new gradients and no closure ``repeats`` it. It also must if all optimizers
-        have stepped, because an update is due then.
+        A step is refused if there are no new gradients, unless a closure makes them (``repeats``). It is also
+        refused if all optimizers have stepped, because ``update()`` must be called then.
         """
         if state.stage is not OptState.STEPPED:
             return False
@@ -185,9 +192,9 @@ class ScalerCore:
 
         Args:
             device: The device type.
-            process_groups: Groups whose ranks take the same decision.
-            sharded_groups: Groups whose ranks hold different parts of plain gradients, so that norms are
-                combined over them.
+            process_groups: Process groups whose ranks all skip a step, or all take it.
+            sharded_groups: Process groups whose ranks hold different shards of the gradients. Norms are
+                combined over these groups.
         """
         ranks = self.shared.ranks
         if not ranks.are_of(process_groups, sharded_groups):
@@ -198,7 +205,7 @@ class ScalerCore:
         self.shared.place(str(device), ranks)
 
     def switch(self, enabled: bool) -> None:
-        """Switch the loss scale on or off, as programs do that set torch's ``_enabled``."""
+        """Switch loss scaling on or off. Some programs do it by setting torch's attribute ``_enabled``."""
         if enabled is self.shared.enabled:
             return
         self.shared.enable(enabled)
@@ -208,7 +215,7 @@ class ScalerCore:
                 _guard_steps(state, stepping)
 
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
-        """Unscale gradients unless they are. Unlike ``unscale_``, it may be called several times."""
+        """Unscale gradients if they are scaled. Unlike ``unscale_``, this method may be called repeatedly."""
         if self.shared.enabled:
             self.shared.require_scale("ensure_unscaled", optimizer)
             self.state(optimizer).unscale_()
@@ -235,14 +242,14 @@ class ScalerCore:
         return None if state is None else state.result
 
     def measure(self, optimizer: Optimizer, norm: Tensor | None = None) -> Tensor | None:
-        """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.
+        """Measure unscaled gradients for the optimizer's next StepResult, in one read without a host sync.
 
-        If they were measured before and have been clipped since, the norm from before the clip is kept.
+        If gradients were measured before a clip, the norm from before the clip is kept.
 
         Args:
-            optimizer: The optimizer. Norms of DTensors are combined over their mesh, others over
-                ``sharded_groups``.
-            norm: The norm (0-dim), if it is known already. Then no gradient is read.
+            optimizer: The optimizer. Norms of DTensors are combined over their device mesh, and norms of
+                other gradients over ``sharded_groups``.
+            norm: The norm (0-dim), if the caller knows it already. Then no gradient is read.
 
         Returns:
             The norm (float32, 0-dim); None if there are no gradients.
@@ -269,7 +276,7 @@ class ScalerCore:
         Args:
             optimizer: The optimizer that stepped.
             how: A description of how the step was taken.
-            result: The result of the step. By default its gradients were not looked at.
+            result: The result of the step. By default it says that no gradient was checked.
         """
         if not is_optimizer(optimizer):
             return StepResult(how=how)
@@ -282,19 +289,19 @@ class ScalerCore:
 
 
 def is_optimizer(given: object) -> bool:
-    """Return whether an object has parameters that can be read. A mock or an engine's may have none."""
+    """Return whether an object has ``param_groups``. A mock, or the optimizer of an engine, may have none."""
     return isinstance(getattr(given, "param_groups", None), list | tuple)
 
 
 def _stepping(optimizer: Any) -> list[Any]:
-    """Return an optimizer and the optimizers inside it, as in SAM, as far as they accept hooks."""
+    """Return an optimizer, and the optimizers that it contains as SAM does, if they accept step hooks."""
     hooks = ("_optimizer_step_pre_hooks", "register_step_pre_hook")
     held = [own for own in getattr(optimizer, "__dict__", {}).values() if isinstance(own, Optimizer)]
     return [one for one in (optimizer, *held) if all(hasattr(one, name) for name in hooks)]
 
 
 def _guard_steps(state: OptimizerState, optimizer: Optimizer) -> None:
-    """Make steps of an optimizer raise if its gradients are scaled and the scaler does not take the step."""
+    """Put a hook on an optimizer that raises if ``optimizer.step()`` is called with scaled gradients."""
     known = weakref.ref(state)
 
     def refuse(*_: Any) -> None:

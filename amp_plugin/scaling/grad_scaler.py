@@ -65,11 +65,11 @@ _IN_AN_ITERATION: Final = (
 
 @lists_options(GradScalerOptions)
 class GradScaler(TorchNames):
-    """Scale losses, unscale gradients, skip steps that overflow.
+    """Scale losses, unscale gradients, and skip optimizer steps whose gradients overflow.
 
-    It replaces :class:`torch.amp.GradScaler`, with the same methods and the same numbers. In addition, a
-    gradient is divided exactly once, by the scale that it was made with. This holds for any number of
-    optimizers, losses and calls::
+    This class replaces :class:`torch.amp.GradScaler`, with the same methods and the same numbers. In
+    addition, each gradient is divided exactly once, by the loss scale that its loss was multiplied by, for
+    any number of optimizers, losses and calls::
 
         scale(loss):      apply a requested update; return loss * scale
         backward begins:  convert gradients that carry another scale, or none, to this scale
@@ -128,26 +128,27 @@ class GradScaler(TorchNames):
     def scale(self, outputs: T, *, name: str | None = None) -> T:
         """Multiply a loss, or every tensor of a container of losses, by the loss scale.
 
-        Applies an update that is still requested. No host sync.
+        An update that was requested is applied first. There is no host sync.
 
         Args:
             outputs: A tensor, or a list, tuple, named tuple, dict or other iterable of tensors.
-            name: One of the constructor's ``losses``, to multiply by the scale of that loss.
+            name: A name in the option ``losses``. Then the loss scale of that name is used.
 
         Returns:
-            The same structure with scaled tensors. float16 becomes float32, so that the product does not
-            overflow.
+            The same structure with scaled tensors. A float16 tensor becomes float32, so that the product does
+            not overflow.
 
         Raises:
             FloatingPointError: As :meth:`update`.
-            ValueError: ``outputs`` is something else, or ``name`` is unknown.
+            ValueError: ``outputs`` contains no tensors, or ``name`` is unknown.
         """
         if not torch.compiler.is_compiling():
             self.core.note_loss(outputs)
         if not self.is_enabled():
             return outputs
         watched = bool(name or len(self.core.shared.scales) > 1 or self.core.awaits_update)
-        if torch.compiler.is_compiling() and not watched:  # as in torch, no backward pass is watched
+        # As with torch's scaler, no hook records the backward pass.
+        if torch.compiler.is_compiling() and not watched:
             return cast("T", scale_outputs(outputs, self.loss_scale.multiply_in_graph))
         return self._scale_watched(outputs, name)
 
@@ -167,8 +168,8 @@ class GradScaler(TorchNames):
     def register(self, *optimizers: Optimizer, names: Any = None) -> None:
         """Make optimizers known before their first step.
 
-        A plain loop with one optimizer does not need it. With several optimizers, ``update()`` waits only
-        for the gradients of optimizers that it knows.
+        A plain loop with one optimizer does not need this method. With several optimizers, the loss scale
+        does not change while a registered optimizer has scaled gradients.
 
         Args:
             *optimizers: The optimizers.
@@ -176,7 +177,7 @@ class GradScaler(TorchNames):
                 pairs of ``module.named_parameters()``, or a mapping of names to parameters.
 
         Raises:
-            TypeError: An argument is not an optimizer, or ``names`` is something else.
+            TypeError: An argument is not an optimizer, or ``names`` has none of these types.
             ValueError: ``names`` contains none of the parameters of one of the optimizers.
         """
         named = checked_names(names)
@@ -192,10 +193,10 @@ class GradScaler(TorchNames):
 
     @outside_graphs
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by their scale, in place.
+        """Divide the optimizer's gradients by their loss scale, in place.
 
-        The same pass over the gradients measures their norm and finds overflows. No host sync. If a later
-        backward pass adds to the gradients, they are unscaled again after it.
+        The same pass over the gradients measures their norm and finds overflows. There is no host sync. If a
+        later backward pass adds to the gradients, they are unscaled again after that pass.
 
         Raises:
             RuntimeError: This method was called twice, or after ``step()``, without new gradients.
@@ -227,14 +228,14 @@ class GradScaler(TorchNames):
         return name in vars(self) or getattr(type(self), name) is not getattr(GradScaler, name)
 
     def _unscale_if_ready(self, call: str, optimizer: Optimizer) -> None:
-        """Unscale in the cases in which torch's step does, by a method that the program may replace."""
+        """Call ``unscale_``, which the program may have replaced, if torch's ``step()`` would call it."""
         if self._state_for(call, optimizer).stage is OptState.READY:
             self.unscale_(optimizer)
 
     def _step_as_overridden(
         self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, StepResult] | None:
-        """Call methods that the program has replaced, in the places in which torch's ``step()`` calls them.
+        """Call the methods that the program has replaced where ``torch.amp.GradScaler.step()`` calls them.
 
         Returns:
             The result of the program's ``_maybe_opt_step``; None if the step is still to be taken.
@@ -271,7 +272,7 @@ class GradScaler(TorchNames):
     ) -> Tensor:
         """Clip the norm of unscaled gradients, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-        It unscales the gradients first if they are scaled. It may be called any number of times::
+        Scaled gradients are unscaled first. This method may be called any number of times::
 
             norm = || unscaled gradients ||_p          (over all ranks, float32, one pass)
             gradients *= min(1, max_norm / (norm + 1e-6))          (nothing is written if the factor is 1)
@@ -279,13 +280,13 @@ class GradScaler(TorchNames):
         If a gradient is not finite, no gradient is clipped, because the step will be skipped.
 
         Args:
-            optimizer_or_params: An optimizer, or parameters of optimizers the scaler knows.
+            optimizer_or_params: An optimizer, or parameters of optimizers that the scaler knows.
             max_norm: Largest norm.
             norm_type: The p of the p-norm. ``inf``, ``-inf`` and 0 are allowed.
             error_if_nonfinite: True to raise if the norm is not finite. This is a host sync.
 
         Returns:
-            The norm before clipping (float32, 0-dim). No host sync.
+            The norm before clipping (float32, 0-dim). There is no host sync.
 
         Raises:
             RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; or no known optimizer has
@@ -303,8 +304,9 @@ class GradScaler(TorchNames):
         """Clip every element of unscaled gradients, as ``torch.nn.utils.clip_grad_value_`` does.
 
         Args:
-            optimizer_or_params: An optimizer, or parameters of optimizers the scaler knows.
-            clip_value: Largest absolute value. Infinities are clipped too, and the step is still skipped.
+            optimizer_or_params: An optimizer, or parameters of optimizers that the scaler knows.
+            clip_value: Largest absolute value. Infinite elements are clipped too, and the step is still
+                skipped.
 
         Raises:
             TypeError: An argument has the wrong type.
@@ -330,17 +332,17 @@ class GradScaler(TorchNames):
             norm = || unscaled gradients ||_p         (over all ranks, float32: one read)
             step with gradients * min(1, max_norm / (norm + 1e-6))     (one pass, skipped on overflow)
 
-        It works with any optimizer. If we have no rule for the optimizer, its gradients are clipped in place
-        before its own step. For one norm over several optimizers use :meth:`clip_grad_norm_`, and step each
-        optimizer.
+        Any optimizer is allowed. If no kernel can step the optimizer in one pass, the gradients are clipped
+        in place before the optimizer's own step. For one norm over several optimizers, call
+        :meth:`clip_grad_norm_`, and then step each optimizer.
 
         Args:
             optimizer: The optimizer.
             max_norm: Largest norm.
             norm_type: The p of the p-norm. ``inf``, ``-inf`` and 0 are allowed.
-            error_if_nonfinite: True to raise if the norm is not finite. This is a host sync. Weights and
-                gradients are then as before the call. With a closure, the gradients come from its last
-                call.
+            error_if_nonfinite: True to raise if the norm is not finite. This is a host sync. After the error,
+                weights and gradients are as before the call. With a closure, the gradients are those of the
+                last call of the closure.
             closure: As for the optimizer's ``step``. The gradients of each call are clipped.
 
         Returns:
@@ -379,28 +381,28 @@ class GradScaler(TorchNames):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients, and call ``optimizer.step`` unless a gradient is not finite.
 
-        Gradients are also checked if no loss is scaled. Afterwards ``.grad`` holds the unscaled gradients,
-        also after a skipped step. If the gradients were clipped, it holds the clipped ones.
+        A disabled scaler checks gradients too. After this call, ``.grad`` contains the unscaled and clipped
+        gradients, also if the step was skipped.
 
-        Steps in one pass and steps of fused optimizers do not wait for the device. The first step of fused
-        SGD with momentum does, and so do all other steps. An optimizer without gradients may step if another
-        optimizer of this scaler has some.
+        Steps in one pass and steps of fused optimizers do not wait for the device, except for the first step
+        of fused SGD with momentum. All other steps wait for the device. An optimizer without gradients may
+        step if another optimizer of this scaler has gradients.
 
         Args:
             optimizer: The optimizer.
             *args: Passed to ``optimizer.step``. If the first one is callable, it is a closure.
-            **kwargs: Passed to ``optimizer.step``. ``closure`` may scale its loss and run backward itself.
+            **kwargs: Passed to ``optimizer.step``. A ``closure`` scales its loss and runs backward itself.
 
         Returns:
-            The result of ``optimizer.step``. A skipped step returns None or, if nothing is scaled, the loss
-            of its closure. :meth:`last_step` has the details.
+            The result of ``optimizer.step``. A skipped step returns None. If no loss is scaled, a skipped
+            step with a closure returns the loss. :meth:`last_step` returns the details.
 
         Raises:
-            RuntimeError: This method was called twice without new gradients.
+            RuntimeError: This method was called twice, and there are no new gradients.
             AssertionError: No loss has been scaled yet, or no optimizer has a gradient. As in torch.
             FloatingPointError: With ``on_min_scale="raise"``, the step was skipped at the smallest scale.
-                With ``on_nonfinite="raise"``, it was skipped, and no lower loss scale would help. On a GPU a
-                later call raises the error, as soon as the host knows of the skip.
+                With ``on_nonfinite="raise"``, the step was skipped, and a lower loss scale would not help. On
+                a GPU a later call raises the error, as soon as the host knows of the skip.
         """
         if not (self.is_enabled() or is_optimizer(optimizer)):
             return optimizer.step(*args, **kwargs)  # as in torch, any object with a step() passes
@@ -433,9 +435,9 @@ class GradScaler(TorchNames):
 
         Args:
             optimizer: The optimizer, after its step.
-            wait: True waits for the device if the host does not know the answer: a host sync after a step in
-                one pass or a fused step on a GPU. False never waits. The host of a GPU learns of a skip about
-                one step later. For that later step, False is returned. Each skip is counted once.
+            wait: True waits for the device after a step in one pass or a fused step on a GPU, which is a host
+                sync. False never waits. Then the host learns of a skipped step about one step later, and this
+                method returns False for that later step instead. It returns False once for each skip.
 
         Raises:
             RuntimeError: The optimizer has not stepped yet.
@@ -463,7 +465,7 @@ class GradScaler(TorchNames):
 
     @outside_graphs
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
-        """Return the number of skipped steps of one optimizer, or of all (None). This is a host sync."""
+        """Return how many steps of one optimizer, or of all (None), were skipped. This is a host sync."""
         if optimizer is None:
             return self.core.log.skipped_steps()
         state = self.core.find(optimizer)
@@ -474,12 +476,13 @@ class GradScaler(TorchNames):
         """Request an update of the loss scale. The class says when it is applied.
 
         Args:
-            new_scale: Set this scale now instead. Scaled gradients that wait for a step are converted.
+            new_scale: Set this loss scale at once. Scaled gradients that no optimizer has used yet are
+                multiplied by new/old.
 
         Raises:
-            AssertionError: No loss has been scaled yet. Or no gradients were unscaled, clipped or stepped
-                with since the last update, and ``new_scale`` is None. As in torch.
-            FloatingPointError: As :meth:`step`, for a step whose result the host has just learned.
+            AssertionError: No loss has been scaled yet. Or ``new_scale`` is None, and since the last update
+                no gradient was unscaled, clipped or used by a step. As in torch.
+            FloatingPointError: As :meth:`step`, if the host learns only now that a step was skipped.
         """
         shared = self.core.shared
         self.core.log.read()
@@ -495,8 +498,9 @@ class GradScaler(TorchNames):
     def end_iteration(self) -> None:
         """Apply a requested update now.
 
-        Adapters call it, because they know where an iteration ends. Scaled gradients that wait for a step are
-        multiplied by new/old. If one of them is float16, the update waits for its step.
+        Lightning's and Accelerate's adapters call this method where an iteration ends. Scaled gradients that
+        no optimizer has used yet are multiplied by new/old. If one of these gradients is float16, the loss
+        scale changes only after the optimizer has stepped.
 
         Raises:
             FloatingPointError: As :meth:`update`.
@@ -511,7 +515,7 @@ class GradScaler(TorchNames):
         A requested update is applied first, as :meth:`end_iteration` does.
 
         Args:
-            name: One of the constructor's ``losses``; None for the default scale.
+            name: A name in the option ``losses``; None for the default loss scale.
 
         Raises:
             FloatingPointError: As :meth:`update`.
@@ -523,7 +527,7 @@ class GradScaler(TorchNames):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers. This is a host sync.
 
-        A requested update is applied first. torch.amp's scaler can load the state too.
+        A requested update is applied first. ``torch.amp.GradScaler`` can load the returned state.
 
         Returns:
             ``{}`` if disabled; else ``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval`` and
@@ -543,12 +547,13 @@ class GradScaler(TorchNames):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a saved state, ours or torch.amp's.
 
-        The state of another object is not loaded, and there is a warning. Scaled gradients that wait for a
-        step are converted to the loaded scale.
+        If the dict is not the state of a scaler, there is a warning, and nothing is loaded. Scaled gradients
+        that no optimizer has used yet are converted to the loaded loss scale.
 
         Raises:
             KeyError: The state lacks some of torch's keys.
-            RuntimeError: The state is empty, as in torch; or a scaled float16 gradient waits for a step.
+            RuntimeError: The state is empty, as in torch. Or there is a scaled float16 gradient that no
+                optimizer has used yet.
         """
         if not self.is_enabled():
             self.core.shared.load_spikes(state_dict)
@@ -565,18 +570,21 @@ class GradScaler(TorchNames):
         return twin
 
     def __copy__(self) -> Self:
-        """Copy as deepcopy does, because a scale cannot be shared."""
+        """Copy as ``copy.deepcopy`` does, because two scalers cannot share a loss scale."""
         return copy.deepcopy(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start with the pickled numbers and no optimizers."""
+        """Restore the pickled numbers. The new scaler knows no optimizer."""
         state = dict(state)
         shared, skipped_before = state.pop("_shared"), state.pop("_skipped_before")
         self.__dict__.update(state)
         self._start(shared, skipped_before)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle all attributes except those that :meth:`_start` makes, between iterations."""
+        """Return all attributes except those that :meth:`_start` makes.
+
+        Raise in the middle of an iteration.
+        """
         shared = self.core.shared
         states = self.core if shared.enabled else ()
         if any(state.ledger.waits() or state.stage is not OptState.READY for state in states):

@@ -1,7 +1,8 @@
-"""Groups an optimizer's gradients into batches for one kernel call, and knows their layout over ranks.
+"""Groups the gradients of an optimizer into batches. One kernel call measures or multiplies a batch.
 
-A batch has one device and one shard layout. For a sparse gradient its values are passed, for a DTensor its
-local tensor. The native core finds the gradients about ten times as fast as Python.
+The gradients of a batch are on one device and have one shard layout. The kernel gets the values of a sparse
+gradient, and the local tensor of a DTensor. The native core collects gradients about ten times as fast as
+Python.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class ShardLayout(NamedTuple):
     """How a gradient is spread over ranks."""
 
     mesh: DeviceMesh
-    sharded: tuple[bool, ...]  # for each mesh dimension, whether ranks along it hold different elements
+    sharded: tuple[bool, ...]  # for each mesh dimension: True if ranks along it hold different elements
 
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: Sequence[Any]) -> ShardLayout:
-        """Return the layout of a DTensor. FSDP2 over tensor parallelism uses its own kind of placements."""
+        """Return the layout of a DTensor. FSDP2 with tensor parallelism has its own classes of placements."""
         return cls(mesh, tuple(not (kind.is_replicate() or kind.is_partial()) for kind in placements))
 
     def replicas(self) -> int:
@@ -47,12 +48,12 @@ class Measurement(NamedTuple):
 
     norm: Tensor  # float32, 0-dim, like the next one
     found_inf: Tensor
-    flags: Tensor  # per gradient: it has an inf (bit 0), a nan (bit 1); uint8, 1-dim
+    flags: Tensor  # for each gradient: bit 0 if it has an inf, bit 1 if it has a nan (uint8, 1-dim)
     params: Sequence[Tensor]  # the parameters of these gradients, in the order of the flags
     layout: ShardLayout | None = None  # None if every rank holds all of them
 
     def of(self, params: Sequence[Tensor]) -> Iterator[Measurement]:
-        """Yield the part of this measurement that concerns ``params``, if there is one."""
+        """Yield a measurement of only those gradients whose parameter is in ``params``, if there are some."""
         wanted = {id(param) for param in params}
         rows = [i for i, param in enumerate(self.params) if id(param) in wanted]
         if rows:
@@ -62,7 +63,7 @@ class Measurement(NamedTuple):
 
 
 def joined(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Join measurements of the same gradients in one window. An overflow in any of them counts.
+    """Join measurements of the same gradients. The result has an overflow if one of them has.
 
     A clip by value turns inf into a finite number, so the overflow found before it must be kept.
     """
@@ -76,9 +77,9 @@ def joined(measurements: Iterable[Measurement]) -> list[Measurement]:
 
 
 def forgotten_if_zero(earlier: Iterable[Measurement]) -> list[Measurement]:
-    """Return earlier measurements, without the overflows of those whose gradients are all zero or gone now.
+    """Return the measurements, with no overflow in those whose gradients are all zero or None by now.
 
-    Setting gradients to zero discards a batch. There is no host sync.
+    Setting gradients to zero discards a batch, with its overflows. There is no host sync.
     """
     kept = []
     for old in earlier:
@@ -91,7 +92,7 @@ def forgotten_if_zero(earlier: Iterable[Measurement]) -> list[Measurement]:
 
 
 class GradientBatch(NamedTuple):
-    """Gradients for one kernel call. ``run`` calls one of the package's ops on them, by its name."""
+    """Gradients for one kernel call. ``run(name, ...)`` calls the op with that name on them."""
 
     device: torch.device
     layout: ShardLayout | None
@@ -99,7 +100,7 @@ class GradientBatch(NamedTuple):
     run: Callable[..., Any]
 
     def measure(self, factor: Tensor, norm_type: float, *, divide: bool = False, write: bool) -> Measurement:
-        """Measure gradients times ``factor``; with ``divide``, divided by it; with ``write``, in place."""
+        """Measure gradients times ``factor``, or divided by it. With ``write``, also write the results."""
         op = "unscale_" if write else "norm_check"
         found: tuple[Tensor, Tensor, Tensor] = self.run(op, factor, norm_type, divide)
         return Measurement(*found, self.params, self.layout)
@@ -107,7 +108,7 @@ class GradientBatch(NamedTuple):
     def multiply_(
         self, factor: Tensor, max_norm: float | None = None, found_inf: Tensor | None = None
     ) -> Tensor:
-        """Multiply in place; return 1.0 if a product is not finite, else 0.0 (float32, 0-dim)."""
+        """Multiply gradients in place. Return 1.0 if a product is inf or nan, else 0.0 (float32, 0-dim)."""
         found_inf = None if found_inf is None else moved(found_inf, self.device)
         product: Tensor = self.run("multiply_", moved(factor, self.device), max_norm, found_inf)
         return product
@@ -116,9 +117,9 @@ class GradientBatch(NamedTuple):
 def measured(
     params: list[Tensor], scale: LossScale | Tensor | None, norm_type: float = 2.0, *, write: bool = False
 ) -> list[Measurement]:
-    """Measure the gradients of parameters, divided by their loss scale; with ``write``, in place.
+    """Measure gradients divided by a loss scale. With ``write``, write the quotients to the gradients.
 
-    With a tensor in place of the loss scale, they are multiplied by it (float32, 0-dim).
+    If ``scale`` is a tensor (float32, 0-dim), gradients are multiplied by that number instead.
     """
     found = []
     for batch in batches_of(params):
@@ -135,7 +136,8 @@ def multiply_(
 ) -> None:
     """Multiply the gradients of parameters by a number on the device (0-dim).
 
-    With ``max_norm`` the number is a norm, and they are clipped to ``max_norm`` unless ``found_inf`` is 1.
+    With ``max_norm``, ``factor`` is their norm, and they are clipped to ``max_norm`` unless ``found_inf`` is
+    1.
     """
     for batch in batches_of(params):
         batch.multiply_(factor, max_norm, found_inf)
@@ -144,7 +146,7 @@ def multiply_(
 def batches_of(params: list[Tensor]) -> list[GradientBatch]:
     """Return the present gradients of ``params`` in batches.
 
-    If the native core is loaded, it finds the gradients that are plain tensors or shards.
+    If the native core is loaded, it collects gradients that are plain tensors or shards of DTensors.
     """
     extension = native_core().extension
     if extension is None:
@@ -182,7 +184,7 @@ def first_float16(params: list[Tensor]) -> Tensor | None:
 
 
 def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
-    """Return the gradients of ``params``. Unusual kinds are replaced by plain ones, in ``.grad`` too."""
+    """Return the gradients of ``params`` in batches. Some unusual gradients are replaced in ``.grad``."""
     found: dict[tuple[torch.device, ShardLayout | None, Any], tuple[list[Tensor], list[Tensor]]] = {}
     for param in params:
         if param.grad is None:
@@ -220,7 +222,10 @@ def _run(tensors: list[Tensor], op: str, *arguments: Any) -> Any:
 
 
 def _run_with_duplicates(grads: list[Tensor], op: str, *arguments: Any) -> Any:
-    """Unscale before duplicates are added, as torch.amp does, because scaled sums may overflow."""
+    """Unscale values with equal indices before they are added, as torch.amp does.
+
+    Scaled sums may overflow.
+    """
     grads = [grad.clone() for grad in grads] if op == "norm_check" else grads
     values = [grad._values() for grad in grads]
     if op == "multiply_":
@@ -232,7 +237,7 @@ def _run_with_duplicates(grads: list[Tensor], op: str, *arguments: Any) -> Any:
 
 
 def local_gradient(param: Tensor) -> tuple[Tensor, ShardLayout | None]:
-    """Return this rank's part of ``param.grad``, and the layout of the whole; Partial ones are summed up."""
+    """Return this rank's part of ``param.grad``, and its shard layout. A Partial DTensor is reduced first."""
     grad: Any = param.grad
     if not _is_dtensor(grad):
         return grad, None
@@ -248,7 +253,7 @@ def local_gradient(param: Tensor) -> tuple[Tensor, ShardLayout | None]:
 
 
 def is_partial(placements: Sequence[Any]) -> bool:
-    """Return whether ranks hold summands of a DTensor's elements."""
+    """Return whether a DTensor has Partial placements, so that ranks hold summands of its elements."""
     return any(placement.is_partial() for placement in placements)
 
 
@@ -273,9 +278,10 @@ def parameter_layouts(params: Sequence[Tensor]) -> tuple[ShardLayout, ...]:
 
 
 def match_memory_order(optimizer: Optimizer) -> None:
-    """Copy gradients and states whose strides differ from their parameter's, for a fused step on the CPU.
+    """Copy gradients and states whose strides differ from those of their parameter.
 
-    It walks through memory, and would take the wrong elements. Hooks and ``autograd.grad`` leave such ones.
+    torch's fused step on the CPU walks through memory, and would combine the wrong elements. Hooks and
+    ``autograd.grad`` may make gradients with other strides.
     """
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if p.is_cpu and p.dim()] if group.get("fused") else []
@@ -283,12 +289,15 @@ def match_memory_order(optimizer: Optimizer) -> None:
             grad = param.grad
             if grad is not None and grad.layout is torch.strided and not _has_strides_of(grad, param):
                 param.grad = _laid_out_as(param, grad, optimizer)
-        if params:  # an object that only has param_groups and step() has no state
+        if params:  # some wrappers have only param_groups and step(), and no state
             _match_states(params, optimizer)
 
 
 def _match_states(params: list[Tensor], optimizer: Optimizer) -> None:
-    """Match the states too: all of a parameter are made in its order, so its first one shows a conversion."""
+    """Copy states whose strides differ from their parameter's.
+
+    All states of a parameter have equal strides.
+    """
     states: Any = optimizer.state
     example = next((param for param in params if param in states), None)
     if example is None:
@@ -304,7 +313,7 @@ def _match_states(params: list[Tensor], optimizer: Optimizer) -> None:
 
 
 def _has_strides_of(tensor: Tensor, param: Tensor) -> bool:
-    """Return whether elements follow each other in memory as the parameter's do."""
+    """Return whether a tensor has the parameter's strides, apart from dimensions of size 1."""
     if tensor.stride() == param.stride():
         return True
     pairs = zip(tensor.stride(), param.stride(), param.shape, strict=True)

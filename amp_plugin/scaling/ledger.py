@@ -1,8 +1,9 @@
-"""The ledger: one record per parameter says what its gradient carries. Only the ledger changes a record.
+"""The ledger has one record per parameter, which says by which loss scale the gradient is multiplied.
 
-A gradient *carries* the loss scale that it is multiplied by, or nothing. A record belongs to its parameter,
-not to an optimizer, so optimizers that share a parameter share its record. To *use* a gradient is to unscale
-it by ``unscale_``, to clip it, or to step with it. Five events change a record:
+A gradient *carries* the loss scale that it is multiplied by. An unscaled gradient carries nothing. A record
+belongs to a parameter and not to an optimizer, so optimizers that share a parameter share its record. Only
+the ledger changes a record. To *use* a gradient is to unscale it by ``unscale_``, to clip it, or to step with
+it. Five events change a record:
 
 =================================== =================== ============================== ==================
 event                               carries nothing     carries S                      method
@@ -14,29 +15,31 @@ S takes a new value                 stays               times new/old, carries S
 used again after step and update    carries S again     carries S                      ``assume_scaled``
 =================================== =================== ============================== ==================
 
-The caller first multiplies or divides the gradients (:mod:`amp_plugin.scaling.optimizer_state`), and the
-ledger then records it. These sentences complete the table:
+First :mod:`amp_plugin.scaling.optimizer_state` multiplies or divides the gradients, and then the ledger
+changes the records. These sentences complete the table:
 
-- A record points to the loss scale, not to a number. So a gradient is divided by the value that S has then.
-- A backward pass begins for the gradients of all optimizers, also for those that it does not reach.
-- After ``unscale_``, each further backward pass unscales the gradients of that optimizer again when it ends,
-  until the optimizer steps or ``update()`` is called.
-- ``update()`` is a request. S takes its new value when no gradient of any optimizer ``waits()``, or at the
-  latest when the next loss is scaled, before that loss is multiplied.
-- An overflow counts for each loss scale that has gone into the gradient, and lowers it at its next update.
-- The last row: the same optimizer unscales or steps again, after its own step and an update, without a
-  scaled backward pass in between. The gradient may have been written without a trace, through ``.data``, by
-  NumPy or by a collective, so it counts as scaled whether or not it was seen to change. If the optimizer had
-  only unscaled, and not stepped, this holds only for a gradient that is in other memory now.
+- A record refers to a LossScale object S, not to a number. A gradient is divided by the value that S has at
+  that time.
+- When a scaled backward pass begins, the gradients of all optimizers are converted, also gradients that the
+  pass does not reach.
+- If a backward pass follows ``unscale_`` before the step and before ``update()``, the gradients of that
+  optimizer are unscaled again when the pass ends.
+- ``update()`` is a request. S takes its new value when ``waits()`` is false for every optimizer, and at the
+  latest before the next loss is scaled.
+- An overflow lowers each loss scale by which a loss of this gradient was multiplied, at the next update.
+- In the last row an optimizer unscales or steps again after its own step and an update, without a scaled
+  backward pass in between. Writes through ``.data``, NumPy or a collective change no version counter.
+  Therefore the gradient counts as scaled, whether or not its version has changed. If the optimizer had only
+  unscaled, and not stepped, the gradient counts as scaled only if its memory is another one now.
 
-The ledger also knows whether a gradient was changed by a backward pass or by the user. For this it compares
-each gradient's memory and version with the memory and version at its last look::
+The ledger also knows whether a backward pass or the user has changed a gradient. It records the address and
+the version counter of each gradient when it looks at it, and compares them later::
 
-    waits()       a scaled gradient that no optimizer has used since a backward pass added to it
-    has_grown()   a backward pass has added to a gradient, asked after one has begun
-    is_changed()  a gradient was written to, replaced or dropped since the last look
+    waits()       Is there a scaled gradient that no optimizer has used since a backward pass added to it?
+    has_grown()   Has a backward pass added to a gradient since its last use?
+    is_changed()  Was a gradient written to, replaced or set to None since the last look?
 
-The native core has the same class in C++ (``csrc/python/gradient_ledger.cpp``), many times as fast.
+The native core has a faster class in C++ that does the same (``csrc/python/gradient_ledger.cpp``).
 """
 
 from __future__ import annotations
@@ -54,31 +57,32 @@ from amp_plugin.kernels.build import native_core
 if TYPE_CHECKING:
     from amp_plugin.scaling.loss_scale import LossScale
 
-_Seen = tuple[Any, Any, int] | None  # a gradient's memory (held weakly), its offset in it, and its version
+# A weak reference to a gradient's storage, its address with offset, and its version counter.
+_Seen = tuple[Any, Any, int] | None
 
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What is known of one parameter's gradient."""
+    """The record of one parameter's gradient."""
 
     carries: LossScale | None
     seen: _Seen = None
     used_at: int = -1  # the number of updates that had been requested when an optimizer last used it
-    # The number of each optimizer that has used it since the last scaled backward pass began (0 for a clip):
-    # True if it has stepped with it, False if not, or not since the gradient was last divided.
+    # The keys are the numbers of optimizers that have used the gradient since the last scaled backward pass.
+    # The value is True if that optimizer has stepped with the gradient since it was last divided.
     used_by: dict[int, bool] = field(default_factory=dict)
-    # True if a scaled backward pass, which a later one has followed, has added to it since it was last used.
+    # True if a scaled backward pass before the last one has added to the gradient since it was last used.
     has_grown: bool = False
 
     def is_changed(self, grad: Tensor | None) -> bool:
-        """Return whether the gradient was written to, replaced or dropped since the last look."""
+        """Return whether the gradient was written to, replaced or set to None since the last look."""
         now, seen = _seen(grad), self.seen
         if now is None or seen is None:
             return now is not seen
         return seen[0].expired() or seen[1:] != now[1:]
 
     def is_elsewhere(self, grad: Tensor | None) -> bool:
-        """Return whether the gradient is in other memory than at the last look, or gone."""
+        """Return whether the gradient is None, or has another address than at the last look."""
         now, seen = _seen(grad), self.seen
         return now is None or seen is None or seen[0].expired() or seen[1] != now[1]
 
@@ -87,8 +91,8 @@ class GradientLedger:
     """The records of an optimizer's parameters.
 
     Args:
-        params: The parameters. The ledger refers to them by this list only, and holds no gradients, because
-            a second reference to a tensor would stop ``torch.utils.swap_tensors``.
+        params: The parameters. The ledger keeps this list and no gradients, because
+            ``torch.utils.swap_tensors`` refuses tensors to which there is another reference.
         known: Other ledgers. If another ledger has a record of a parameter, this ledger uses the same record.
         scale: The loss scale that the gradients of new parameters carry.
     """
@@ -109,11 +113,11 @@ class GradientLedger:
         return any(param.grad is not None for param in self.params)
 
     def parts(self) -> list[tuple[LossScale | None, list[Tensor], bool]]:
-        """Return the parameters by the scale that their gradients carry, also those without a gradient.
+        """Group all parameters, with and without a gradient, by the loss scale that the gradients carry.
 
         Returns:
-            For each scale, or None: itself, the parameters, and whether a gradient has changed since the
-            last look.
+            A tuple for each loss scale: the loss scale or None, the parameters, and whether a gradient has
+            changed since the last look.
         """
         parts: dict[LossScale | None, tuple[list[Tensor], list[bool]]] = {}
         for param, record in zip(self.params, self.records, strict=True):
@@ -123,7 +127,10 @@ class GradientLedger:
         return [(scale, members, any(changes)) for scale, (members, changes) in parts.items()]
 
     def begin_backward(self, scale: LossScale) -> None:
-        """Record that a backward pass from a loss times ``scale`` begins, after gradients were multiplied."""
+        """Record that a backward pass from a loss times ``scale`` begins.
+
+        Gradients carry ``scale`` from now on.
+        """
         for grad, record in self._each():
             goes_on = record.carries is scale and not record.used_by
             if not record.used_by:
@@ -131,14 +138,14 @@ class GradientLedger:
             record.has_grown &= grad is not None
             record.used_by.clear()
             record.carries = scale
-            if not goes_on:  # else a change in an earlier pass of this scale would be forgotten
+            if not goes_on:  # else changes by an earlier backward pass would be forgotten
                 record.seen = _seen(grad)
 
     def carry_nothing(self, optimizer: int, updates: int, steps: bool) -> None:
-        """Record that an optimizer uses its gradients, after they were divided by their scale.
+        """Record that an optimizer uses its gradients, which were divided by their loss scale before.
 
         Args:
-            optimizer: The number of the optimizer; 0 if it did not ask for the division, as in a clip.
+            optimizer: The number of the optimizer. It is 0 in a clip, which the user may repeat.
             updates: The number of updates of the loss scale that have been requested.
             steps: True if the optimizer steps with the gradients; False if it only unscales them.
         """
@@ -152,14 +159,14 @@ class GradientLedger:
     def assume_scaled(self, scale: LossScale, optimizer: int, updates: int) -> bool:
         """Treat gradients that carry nothing as scaled, in the same cases as torch.amp.
 
-        These are all gradients with which the optimizer has stepped. Of the gradients that it has only
-        unscaled, they are those that are in other memory now.
+        They are all gradients with which the optimizer has stepped. A gradient that the optimizer has only
+        unscaled counts as scaled if it has another address now.
 
         Args:
             scale: The scale that they carry from now on.
             optimizer: The number of the optimizer.
             updates: The number of updates that have been requested. Gradients that were used after the last
-                one do not change.
+                update do not change.
 
         Returns:
             True if there was such a gradient.
@@ -173,7 +180,10 @@ class GradientLedger:
         return found
 
     def write(self, write: Callable[[], None]) -> None:
-        """Run ``write``, which multiplies gradients. A gradient that had changed before stays changed."""
+        """Call ``write``, which multiplies gradients.
+
+        Only gradients that had changed before count as changed.
+        """
         same = [not record.is_changed(grad) for grad, record in self._each()]
         write()
         for (grad, record), is_same in zip(self._each(), same, strict=True):
@@ -181,12 +191,12 @@ class GradientLedger:
                 record.seen = _seen(grad)
 
     def look_again(self) -> None:
-        """Record the present memory and versions of the gradients, after a clip has written them."""
+        """Record the addresses and version counters of the gradients after a clip has written to them."""
         for grad, record in self._each():
             record.seen = _seen(grad)
 
     def waits(self) -> bool:
-        """Return whether a gradient carries a scale, has grown or changed, and was not used since."""
+        """Return whether a scaled gradient was added to or changed, and no optimizer has used it since."""
         return any(
             grad is not None and record.carries is not None and (record.has_grown or record.is_changed(grad))
             for grad, record in self._each()
@@ -195,7 +205,8 @@ class GradientLedger:
     def has_grown(self) -> bool:
         """Return whether a backward pass has added to a gradient since its last use.
 
-        It is asked only once a scaled backward pass has begun. Before that, a change may be the user's.
+        Call it only after a scaled backward pass has begun. Before that, the user may have changed the
+        gradient.
         """
         return any(record.has_grown or record.is_changed(grad) for grad, record in self._each())
 

@@ -1,7 +1,7 @@
 """Loss scales: a number on the device and the rule by which it changes.
 
-The scale and its trackers of growth and hysteresis live on the device. One op changes them there, by the rule
-of :func:`amp_plugin.kernels.reference.update_scale_`, so no step waits for the host.
+A loss scale and its trackers of growth and hysteresis are tensors on the device. One op updates them there,
+by the rule of :func:`amp_plugin.kernels.reference.update_scale_`, so an update does not wait for the host.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ class LossScale:
 
     Attributes:
         options: The options that it was made with.
-        growth_factor: The factor of growth. This and the next two may be changed while training.
-        backoff_factor: The factor after an overflow.
+        growth_factor: The factor by which the scale grows. ``growth_factor``, ``backoff_factor`` and
+            ``growth_interval`` may be changed while training.
+        backoff_factor: The factor by which the scale shrinks after an overflow.
         growth_interval: The number of good steps before the scale grows; 0 for a constant scale.
         init_scale: The first value.
         value: The scale (float32, 0-dim) on the device of the first loss; None before that.
-        growth_tracker: The number of good steps since the last change (int32, 0-dim), on that device.
-        hysteresis_tracker: The number of overflows that are still tolerated (int32, 0-dim), on that device.
+        growth_tracker: The number of good steps since the scale last changed (int32, 0-dim), on the same
+            device.
+        hysteresis_tracker: The number of overflows that are still tolerated (int32, 0-dim), on the same
+            device.
         generation: A number that increases whenever the value may have changed.
-        later: A list that will hold the value after the next update, for results of steps.
+        later: A list to which the next update appends its new value. StepResult objects keep the list.
         found_inf: 1.0 if a check since the last update found an overflow (float32, 0-dim); None if there
             was no check.
     """
@@ -63,18 +66,18 @@ class LossScale:
 
     @property
     def edition(self) -> tuple[int, int]:
-        """A pair of numbers that changes if the value may have changed, even by a write to its tensor."""
+        """A pair of numbers that changes if the scale may have changed, also by a write to its tensor."""
         value = self.require()
         return self.generation, 0 if value.is_inference() else value._version
 
     def materialize(self, device: torch.device | str) -> Tensor:
-        """Return the scale; make it on ``device`` first if it does not exist."""
+        """Return the tensor of the scale. If it does not exist, make it on ``device``."""
         if self.value is None:
             self.replace(torch.full((), self.init_scale, dtype=torch.float32, device=device))
         return self.require()
 
     def require(self) -> Tensor:
-        """Return the scale's tensor, which must exist."""
+        """Return the tensor of the scale, or raise RuntimeError if it does not exist."""
         if self.value is None:
             msg = "the loss scale has no tensor yet; call scaler.scale(loss) first"
             raise RuntimeError(msg)
@@ -97,9 +100,9 @@ class LossScale:
     def snapshot(self, device: torch.device | None = None, *, inverse: bool = False) -> Tensor:
         """Return a copy of the scale, or of 1/scale, that later updates do not change (float32, 0-dim).
 
-        Copies are cached until the value changes, one for each stream, because another stream could read a
-        copy before it is complete. A replayed CUDA graph changes the scale without our knowledge. Therefore
-        nothing is cached after the first capture.
+        Copies are cached until the value changes. Each stream has its own copy, because another stream could
+        read a copy before it is complete. A replay of a CUDA graph changes the scale without running Python.
+        Therefore no copy is cached after the first capture.
         """
         value, device = self.require(), device or self.require().device
         if capturing(value.device):
@@ -111,7 +114,10 @@ class LossScale:
         return known[key]
 
     def multiply(self, output: Tensor) -> Tensor:
-        """Return ``output`` times the scale. float16 becomes float32, so the product does not overflow."""
+        """Return ``output`` times the scale.
+
+        A float16 output becomes float32, so that it does not overflow.
+        """
         self.materialize(output.device)
         return widened(output) * self.snapshot(output.device)
 
@@ -120,16 +126,16 @@ class LossScale:
         return widened(output) * moved(self.materialize(output.device).clone(), output.device)
 
     def change_from_now_on(self) -> Change:
-        """Return a function that returns the later value divided by the present one; no host sync."""
+        """Return a function that returns the later scale divided by the present one, without a host sync."""
         edition, before = self.edition, self.snapshot()
         return lambda: None if self.edition == edition else self.require() / before
 
     def record(self, found_inf: Tensor, *, includes: Sequence[Tensor] = ()) -> None:
-        """Record one optimizer's check, for the next update.
+        """Record for the next update whether a check of gradients found an overflow.
 
         Args:
             found_inf: 1.0 if there was an overflow, else 0.0 (float32, 0-dim).
-            includes: Earlier flags that ``found_inf`` already takes into account.
+            includes: Flags that were recorded earlier, and that ``found_inf`` is the maximum of.
         """
         found_inf, before = moved(found_inf, self.require().device), self.found_inf
         if before is None or any(before is flag for flag in (found_inf, *includes)):
@@ -138,13 +144,13 @@ class LossScale:
             self.found_inf = torch.maximum(before, found_inf)
 
     def replace_checks(self, found_infs: Iterable[Tensor], *, keep: bool) -> None:
-        """Replace the checks for the next update. ``keep`` keeps the checks of earlier requested updates."""
+        """Replace the recorded overflow flags. With ``keep``, keep the flags of updates requested earlier."""
         self.found_inf = self.found_inf if keep else None
         for found_inf in found_infs:
             self.record(found_inf)
 
     def update_(self) -> None:
-        """Update the scale by the recorded checks, with one op on the device. A constant scale drops them."""
+        """Update the scale by the recorded overflow flags, with one op. A constant scale does not change."""
         found, self.found_inf = self.found_inf, None
         options = self.options
         if found is None or not options.dynamic:
@@ -157,7 +163,7 @@ class LossScale:
         self._forget_snapshots()
 
     def publish(self) -> None:
-        """After an update, pass the new value to the results of earlier steps."""
+        """After an update, append the new scale to the list that StepResult objects of earlier steps keep."""
         self.later.append(self.snapshot())
         self.later = []
 
@@ -174,7 +180,7 @@ class LossScale:
         return self.init_scale if self.value is None else self.value.item()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers under torch's names. A constant scale has torch's default rule. Host sync."""
+        """Return the state under torch's keys. A constant scale writes torch's default factors. Host sync."""
         rule = self if self.options.dynamic else LossScaleOptions()
         return {
             "scale": self.item(),
@@ -184,7 +190,7 @@ class LossScale:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load saved numbers; if the scale exists, onto its device."""
+        """Load a saved state. If the tensor of the scale exists, write to it."""
         self.init_scale = float(saved["scale"])
         self.growth_tracker.fill_(int(saved.get("_growth_tracker", 0)))
         if HYSTERESIS in saved:
@@ -197,7 +203,7 @@ class LossScale:
             self.fill_(self.init_scale)
 
     def __reduce__(self) -> Any:
-        """Copy and pickle the options and the saved numbers, which can be loaded without the device."""
+        """Copy and pickle the options and the state dict, which can be loaded without a GPU."""
         return _restored, (self.options, self.state_dict())
 
 
@@ -208,7 +214,7 @@ def _restored(options: LossScaleOptions, saved: dict[str, Any]) -> LossScale:
 
 
 def is_state(given: Any) -> bool:
-    """Return whether an object is the state of a scaler. Warn if it is not; raise if keys are missing."""
+    """Return whether an object is the state of a scaler. Warn if it is not. Raise if it lacks some keys."""
     if isinstance(given, dict) and "scale" in given:
         if missing := [key for key in _TORCH_KEYS if key not in given]:
             msg = f"the scaler state lacks {', '.join(missing)}"
@@ -229,12 +235,12 @@ def is_state(given: Any) -> bool:
 
 
 def widened(output: Tensor) -> Tensor:
-    """Convert float16 to float32, except 0-dim tensors, which the product itself converts."""
+    """Convert float16 to float32, except 0-dim tensors, which a multiplication with the scale converts."""
     return output.float() if output.dtype is torch.float16 and output.dim() else output
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on ``device``. Only copies to the host wait; streams keep the order of others."""
+    """Return a tensor on ``device``. Only a copy to the host waits; other copies are ordered by streams."""
     if tensor.device == device:
         return tensor
     to_host = device.type == "cpu" and tensor.device.type != "cpu"
@@ -242,7 +248,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def stream_number(device: torch.device) -> int:
-    """Return a number of a device's current stream. A tensor made on one may not be ready on another."""
+    """Return the id of the current stream. A tensor that one stream makes may not be ready on another."""
     return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
 
 
@@ -253,7 +259,7 @@ def capturing(device: torch.device) -> bool:
 
 @cache
 def _one(device: torch.device, stream: int) -> Tensor:
-    """Return a tensor of 1 for a stream of a device. It is made once."""
+    """Return a tensor with the value 1. It is made once for each stream of a device."""
     del stream
     return torch.ones((), dtype=torch.float32, device=device)
 
@@ -261,7 +267,7 @@ def _one(device: torch.device, stream: int) -> Tensor:
 def divisor_of(scale: LossScale | None, device: torch.device) -> tuple[Tensor, bool]:
     """Return the number that unscales on ``device`` (float32, 0-dim), and whether to divide by it."""
     if scale is None:
-        # A graph's capture and fake tensors need a separate tensor.
+        # Captured graphs and fake tensors need a tensor of their own.
         own = capturing(device) or torch._guards.detect_fake_mode() is not None
         return (_one.__wrapped__ if own else _one)(device, stream_number(device)), False
     value = scale.require()
@@ -277,7 +283,7 @@ def scale_outputs(outputs: Any, apply: Callable[[Tensor], Tensor]) -> Any:
         content = {key: scale_outputs(value, apply) for key, value in outputs.items()}
         try:
             return type(outputs)(content)  # type: ignore[call-arg]
-        except TypeError:  # the constructor of the container takes other arguments
+        except TypeError:  # the constructor of this mapping takes other arguments
             return content
     if isinstance(outputs, list | tuple):
         items = (scale_outputs(value, apply) for value in outputs)

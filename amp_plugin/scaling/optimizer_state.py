@@ -1,7 +1,7 @@
-"""The gradients of one optimizer between two steps: it measures, unscales and clips them.
+"""OptimizerState measures, unscales and clips the gradients of one optimizer between two steps.
 
-The ledger says what each gradient carries. This module multiplies and divides the gradients, combines results
-over all ranks, and keeps overflows and norms until the step.
+The ledger says by which loss scale each gradient is multiplied. This module multiplies and divides the
+gradients, combines norms and overflow flags over all ranks, and keeps them until the step.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _OWN_UNSCALING = (
     "all of them by one: use one loss scale, or leave _unscale_grads_ as it is."
 )
 
-_WRITTEN: Final = -1  # in place of a number of updates, if a program has set the stage to READY
-_MOST_KEPT = 16  # measurements of one window are joined if there are more
+_WRITTEN: Final = -1  # takes the place of the number of updates if a program has set the stage to READY
+_MOST_KEPT = 16  # more measurements since the last step are joined
 _numbers = itertools.count(1)
 
 
@@ -63,40 +63,41 @@ class OptimizerState:
     Attributes:
         shared: The state that all optimizers of the scaler share.
         ledger: The ledger of its gradients.
-        names: The given names of parameters, including parameters that may join later.
+        names: The names of parameters that were given to ``register()``.
         layouts: The shard layouts of the parameters, in the same order on all ranks.
         backwards: The number of scaled backward passes since the scaler first saw the optimizer.
         norm: The norm of the unscaled gradients before the first clip (float32, 0-dim); None if it was not
             measured.
         norm_type: The p of that p-norm.
-        found_inf_per_device: 1.0 if an overflow was found since the last step. Programs may write to it.
-        measurements: The measurements since the last step, from which overflows get their names.
-        contributions: Other loss scales that have gone into the gradients, each with its overflow flag.
+        found_inf_per_device: Maps a device to 1.0 if an overflow was found since the last step. A program may
+            write to this dict.
+        measurements: The measurements since the last step. They say which parameters overflowed.
+        contributions: Loss scales from which gradients were converted, each with its overflow flag.
         judged: The result of ``judge_step_`` for the step that is being taken; None if it was not judged.
         result: The result of the last step.
     """
 
     def __init__(self, optimizer: weakref.ref[Optimizer], shared: Shared) -> None:
         self._optimizer, self.shared = optimizer, shared
-        self._number = next(_numbers)  # the state's number in the ledger; an id could be reused
+        self._number = next(_numbers)  # the number of this state in the ledger, because an id could be reused
         self.names: Names = {}
         self.ledger: Any = make_ledger([], (), None)
         self.layouts: tuple[ShardLayout, ...] = ()
-        self.backwards = self._answered = 0  # the number of backward passes at its last unscaling or step
-        self._sharers: list[OptimizerState] = []  # states of optimizers that share parameters with it
+        self.backwards = self._answered = 0  # ``_answered``: ``backwards`` at the last unscaling or step
+        self._sharers: list[OptimizerState] = []  # states of other optimizers that share parameters
         self.result: StepResult | None = None
-        # The optimizer's last stage, and the number of updates that had been requested by then.
+        # The optimizer's last stage, and the number of updates that had been requested when it was set.
         self._used = (OptState.READY, 0)
         self.forget()
 
     def forget(self) -> None:
-        """Forget all measurements, because the optimizer has stepped or its gradients were dropped."""
+        """Forget the norm and all overflows, because the optimizer has stepped."""
         self.norm: Tensor | None = None
         self.norm_type, self._norm_at = 2.0, 0
         self.found_inf_per_device: dict[Any, Tensor] = {}
         self.measurements: list[Measurement] = []
-        self._loss_scales: dict[LossScale, None] = {}  # the loss scales that its gradients were made with
-        # Other loss scales whose gradients are among them, and what overflowed in those.
+        self._loss_scales: dict[LossScale, None] = {}  # the loss scales by which losses were multiplied
+        # Loss scales from which gradients were converted, with the overflow flags found then.
         self.contributions: list[tuple[LossScale, Tensor]] = []
         self.judged: Tensor | None = None
 
@@ -112,7 +113,7 @@ class OptimizerState:
 
     @property
     def spans_ranks(self) -> bool:
-        """Whether several processes decide together."""
+        """Whether several ranks decide together if the step is skipped."""
         return bool(self.shared.ranks or self.layouts)
 
     @property
@@ -127,7 +128,7 @@ class OptimizerState:
         return self.backwards > self._answered
 
     def _use(self, stage: OptState, *, answers: bool = True) -> None:
-        """Record that it has unscaled its gradients or stepped with them."""
+        """Record that the optimizer has unscaled its gradients or has stepped."""
         self._used = (stage, self.shared.updates)
         if answers:
             self._answered = self.backwards
@@ -152,36 +153,39 @@ class OptimizerState:
         self.layouts = parameter_layouts(params)
 
     def share(self, others: list[OptimizerState]) -> None:
-        """Note the other optimizers that share parameters with it."""
+        """Note which other optimizers share parameters with this optimizer."""
         mine = {id(param) for param in self.params}
         self._sharers = [o for o in others if o is not self and not mine.isdisjoint(map(id, o.params))]
 
     def hear(self, measurements: Iterable[Measurement], params: list[Tensor]) -> None:
-        """Take over overflows of shared parameters, because this optimizer must skip too."""
+        """Add overflows that another optimizer has found in shared parameters, so that both skip."""
         for found in (part for kept in measurements for part in kept.of(params)):
             self.measurements.append(found)
             self._find(found.found_inf)
 
     def device(self) -> torch.device:
-        """Return the device for the norm and found_inf of its gradients."""
+        """Return the device on which the norm and found_inf of the gradients are computed."""
         on = self.shared.scale_device
         if on is None:
             on = next((param.device for param in self.params if param.grad is not None), None)
         return on or (self.params[0].device if self.params else torch.device("cpu"))
 
     def parts(self) -> list[tuple[LossScale | None, list[Tensor], bool]]:
-        """Return the ledger's parts. A scale by which no loss was multiplied counts as None."""
+        """Return the parameters grouped by loss scale.
+
+        A scale by which no loss was multiplied becomes None.
+        """
         return [
             (None if scale is None or scale.value is None else scale, params, changed)
             for scale, params, changed in self.ledger.parts()
         ]
 
     def scales_carried(self) -> set[LossScale | None]:
-        """Return the loss scales that its gradients carry; None stands for gradients that carry nothing."""
+        """Return the loss scales that multiply the gradients; None stands for unscaled gradients."""
         return {scale for scale, _, _ in self.parts()}
 
     def delays_update(self) -> bool:
-        """Return whether the loss scale must not change before its step. All ranks get the same answer."""
+        """Return whether this optimizer must step before the loss scale changes, the same on all ranks."""
         return self.is_awaited if self.spans_ranks else bool(self.ledger.waits())
 
     def parameter_names(self) -> list[str]:
@@ -193,16 +197,16 @@ class OptimizerState:
         self.names.update((id(param), (param, name)) for name, param in named.items())
 
     def name_of(self, param: Tensor) -> str:
-        """Return the name of one of the parameters."""
+        """Return the name of one parameter of this optimizer."""
         return self.parameter_names()[next(i for i, own in enumerate(self.params) if own is param)]
 
     def begin_call(self) -> None:
         """Treat gradients as scaled in the cases in which torch.amp does, even if no backward pass was seen.
 
-        Our hooks do not see a compiled backward pass, a replayed graph, or a loss times ``get_scale()``.
-        After a step and an update, all gradients count as scaled, because ``.data``, NumPy and collectives
-        can write them without a trace. After ``unscale_`` and an update, only
-        gradients in other memory count as scaled.
+        Our hooks do not see a compiled backward pass, a replayed CUDA graph, or a loss times ``get_scale()``.
+        After a step and an update, all gradients count as scaled, because writes through ``.data``, NumPy or
+        a collective change no version counter. After ``unscale_`` and an update, only gradients that have a
+        new address count as scaled.
         """
         default, used, now = self.shared.default, self._used[1], self.shared.updates
         if default.value is None or not self.shared.enabled or used == now:
@@ -212,7 +216,7 @@ class OptimizerState:
             self.forget_overflows()  # they belong to an earlier batch
 
     def _refuse_strays(self) -> None:
-        """If the entry point scales all losses, raise if gradients came without a scaled backward pass."""
+        """Under Lightning and Accelerate, raise if gradients come from a loss that was not scaled."""
         if not self.shared.scales_all or self.is_awaited or not self.ledger.waits():
             return
         named = [
@@ -220,7 +224,7 @@ class OptimizerState:
             for name, param in zip(self.parameter_names(), self.params, strict=True)
             if param.grad is not None and measured([param], None)[0].norm.item() != 0
         ]
-        if named:  # gradients of zeros come from zero_grad(set_to_none=False)
+        if named:  # zero_grad(set_to_none=False) makes gradients of zeros
             kind, backward = type(self.optimizer).__name__, self.shared.words.backward
             some = ", ".join(named[:3])
             raise RuntimeError(_STRAYS.format(kind=kind, count=len(named), some=some, backward=backward))
@@ -246,9 +250,9 @@ class OptimizerState:
         self.ledger.begin_backward(scale)
 
     def contribute(self, scale: LossScale, found: list[Measurement], *, was_awaited: bool) -> None:
-        """Note that gradients made with another loss scale stay among the present ones, with their overflows.
+        """Note a loss scale from which gradients were converted, with the overflows that were found then.
 
-        All ranks note the same. They learn at the next measurement whether there was an overflow.
+        All ranks note the same loss scales. The next measurement tells them whether there was an overflow.
         """
         overflows = [measurement.found_inf for measurement in found]
         if self.spans_ranks:
@@ -256,7 +260,7 @@ class OptimizerState:
         self.contributions += [(scale, overflow) for overflow in overflows]
 
     def _forget_dropped(self) -> None:
-        """When a backward pass begins, forget overflows of gradients that are gone or zero."""
+        """When a backward pass begins, forget overflows of gradients that are None or zero now."""
         if not self.ledger.has_gradients():
             self.forget_overflows()
             if not self.spans_ranks:  # other ranks may still have gradients
@@ -265,7 +269,7 @@ class OptimizerState:
             self._forget_if_zero()
 
     def _forget_if_zero(self) -> None:
-        """Forget earlier overflows of gradients that are zero now, because that discards the batch."""
+        """Forget overflows of gradients that are zero now, because ``zero_grad()`` discards a batch."""
         if self.measurements:
             self.measurements = forgotten_if_zero(self.measurements)
             self.found_inf_per_device = {}
@@ -283,35 +287,35 @@ class OptimizerState:
         self.found_inf_per_device[found_inf.device] = found
 
     def forget_stale_norm(self) -> None:
-        """Before a clip without a loss scale, forget the norm if the gradients are no longer the same.
+        """Before a clip without a loss scale, forget the norm if a gradient has changed.
 
-        If a step is clipped several times, the norm before the first clip is kept. With a loss scale, a
-        backward pass tells that there are new gradients.
+        If gradients are clipped several times before a step, the norm from before the first clip is kept.
+        With a loss scale, this method does nothing, because hooks record each backward pass.
         """
         if not self.shared.enabled and self.ledger.is_changed():
             self.norm = None
 
     def replace_norm(self, norm: Tensor | None) -> None:
-        """Set a norm that was measured elsewhere; None forgets the present one."""
+        """Set the norm of the gradients to a norm that the caller has measured."""
         self.norm = norm
 
     def take_norm(self, norm: Tensor, norm_type: float) -> None:
-        """Keep the norm of the gradients, unless a norm from before a clip is kept already."""
+        """Set the norm of the gradients, unless a norm from before a clip is known."""
         if self.norm is None:
             self.norm, self.norm_type, self._norm_at = norm, norm_type, self.backwards
 
     def measure(
         self, *, unscale: bool, norm_type: float = 2.0, on_request: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Measure the gradients over all ranks, and record an overflow.
+        """Measure the norm of the gradients over all ranks, and record whether there is an overflow.
 
         Args:
             unscale: True also unscales them in place.
             norm_type: The p of the p-norm.
-            on_request: True if the user has asked for the unscaling.
+            on_request: True if the user has called ``unscale_``.
 
         Returns:
-            The norm of the unscaled gradients, and 1.0 if one of them was not finite since the last step.
+            The norm of the unscaled gradients, and 1.0 if a gradient was inf or nan since the last step.
         """
         if self.norm is not None and self.backwards > self._norm_at and self.ledger.has_grown():
             self.norm = None  # it was the norm of fewer micro-batches
@@ -347,14 +351,15 @@ class OptimizerState:
         return found_now
 
     def _forget_earlier(self) -> None:
-        """Forget earlier overflows if they cannot belong to this batch."""
+        """Forget overflows that were found earlier, if they cannot belong to the present batch."""
         if not self.shared.enabled:
-            self.forget_overflows()  # an earlier batch that was dropped could not be told from this one
+            # An overflow of a discarded batch could not be told from an overflow of this batch.
+            self.forget_overflows()
         elif self.stage is OptState.READY:
             self._forget_if_zero()  # an update came after those overflows
 
     def _record(self, found: Tensor, earlier: list[Tensor], *, counts: bool) -> None:
-        """Record a check for all loss scales that have gone into the gradients."""
+        """Record the overflow flag for all loss scales by which losses of these gradients were multiplied."""
         for loss_scale in self._loss_scales if counts else ():
             loss_scale.record(found, includes=earlier)
         for loss_scale, overflow in self.contributions:
@@ -372,11 +377,11 @@ class OptimizerState:
             raise ValueError(msg)
 
     def unscale_(self, norm_type: float = 2.0, *, on_request: bool = True) -> tuple[Tensor, Tensor]:
-        """Unscale the gradients unless they are.
+        """Unscale the gradients that are still scaled, and measure them.
 
         Args:
             norm_type: The p of the p-norm.
-            on_request: True if the user has asked for it, which is allowed once. False for a clip.
+            on_request: True if the user has called ``unscale_``, which is allowed once. False for a clip.
 
         Returns:
             Norm and found_inf, as in :meth:`measure`.
@@ -387,11 +392,11 @@ class OptimizerState:
         return found
 
     def unscale_by(self, unscale: Callable[[Tensor], dict[Any, Tensor]]) -> None:
-        """Unscale the gradients with a program's own function, and keep the overflows that it returns.
+        """Unscale the gradients with a program's own ``_unscale_grads_``, and keep the overflows it returns.
 
         Args:
-            unscale: A function of the loss scale (float32, 0-dim). It returns a dict that maps each device to
-                1.0 if there is an overflow.
+            unscale: A function that takes the loss scale (float32, 0-dim). It returns a dict that maps each
+                device to 1.0 if there is an overflow.
         """
         self.begin_call()
         carried = [scale for scale, params, _ in self.parts() if any(p.grad is not None for p in params)]
@@ -408,7 +413,7 @@ class OptimizerState:
     def write_stage(self, stage: OptState) -> None:
         """Set the stage that a program has written into torch's record.
 
-        UNSCALED and STEPPED mean that the gradients carry nothing. READY means that gradients with which the
+        After UNSCALED or STEPPED, the gradients count as unscaled. After READY, gradients with which the
         optimizer has stepped count as scaled, as after an update.
         """
         if stage is OptState.READY:
@@ -420,20 +425,21 @@ class OptimizerState:
         self._use_as(stage)
 
     def write_found(self, found_inf_per_device: dict[Any, Tensor]) -> None:
-        """Replace the overflows by those that a program has written into torch's record."""
+        """Replace the overflow flags by those that a program has written into torch's record."""
         self.forget_overflows()
         self.found_inf_per_device = found_inf_per_device
 
     def switch(self, enabled: bool) -> None:
-        """Continue after the loss scale was switched on or off. Without it, gradients carry nothing."""
+        """Continue after loss scaling was switched on or off. When it is off, gradients are unscaled."""
         if not enabled:
             self.ledger.carry_nothing(0, self.shared.updates, False)
             self._answered = self.backwards
         elif self.stage is OptState.STEPPED:
-            self.write_stage(OptState.READY)  # it has stepped without updates meanwhile
+            # The optimizer may have stepped meanwhile, and no update followed.
+            self.write_stage(OptState.READY)
 
     def _use_as(self, stage: OptState) -> None:
-        """Record that a program has itself unscaled the gradients or stepped with them."""
+        """Record that a program itself has unscaled the gradients or has stepped the optimizer."""
         is_step = stage is OptState.STEPPED
         self.ledger.carry_nothing(self._number, self.shared.updates, is_step)
         self._use(stage)
@@ -455,11 +461,12 @@ class OptimizerState:
         Args:
             norm: The norm that :meth:`measure` returned.
             found_inf: The flag that it returned.
-            in_place: True to clip the gradients of a spike here.
+            in_place: True to clip the gradients in this method if the step is a spike.
 
         Returns:
-            The norm of the gradients that the step uses, 1.0 if it must be skipped (float32, 0-dim), and the
-            factor by which the gradients are still to be multiplied; None means 1.
+            Three values. The first is the norm of the gradients that the step uses. The second is 1.0 if the
+            step must be skipped (float32, 0-dim). The third is the factor by which the caller must multiply
+            the gradients; None means 1.
         """
         before, spikes = norm if self.norm is None else self.norm, self.shared.spikes
         trackers = [scale.growth_tracker for scale in self._loss_scales]
@@ -478,14 +485,14 @@ class OptimizerState:
         self.ledger.write(partial(multiply_, self.params, factor))
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a step of the optimizer that the scaler takes."""
+        """Call the optimizer's step, which our hook must not refuse."""
         with own_step(self.optimizer):
             return step(*args, **kwargs)
 
     def refuse_step_past_scaler(self) -> None:
-        """Raise if the optimizer steps without the scaler and its gradients are scaled or not finite.
+        """Raise if ``optimizer.step()`` is called past the scaler, and a gradient is scaled, inf or nan.
 
-        The host waits for the device only if the gradients were unscaled and the step is without the scaler.
+        The host waits for the device only if the gradients were unscaled before.
         """
         if takes_own_step(self.optimizer):
             return
@@ -498,7 +505,10 @@ class OptimizerState:
             raise RuntimeError(_STEP_WITH_OVERFLOW.format(kind=kind, step=words.step))
 
     def _has_overflow(self) -> bool:
-        """Return whether an overflow since the last step is still in the gradients. This is a host sync."""
+        """Return whether a gradient that has overflowed since the last step is still inf or nan.
+
+        Host sync.
+        """
         found = self.found_inf_per_device.values()
         return (
             not any(capturing(flag.device) for flag in found)
@@ -545,5 +555,5 @@ class OptimizerState:
 
 
 def uses_gradients_before_closure(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer may use the present gradients before it calls its closure, as SAM does."""
+    """Return whether the optimizer may use gradients before it calls its closure, as SAM does."""
     return not type(optimizer).__module__.startswith("torch.optim")

@@ -16,13 +16,13 @@ from amp_plugin.scaling.gradients import Measurement
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstModules:
-    """The modules at which a step first had numbers that are not finite.
+    """The first modules of a step whose input, output or gradient was inf or nan.
 
     Attributes:
         forward: A sentence about the first input or output that was not finite; empty if all were finite.
         backward: A sentence about the first gradient of an output; empty if all were finite.
         unseen: The modules that were not watched, with the reason.
-        numbers: The number of inputs, outputs and gradients that were checked.
+        numbers: How many inputs, outputs and gradients of modules were checked.
     """
 
     forward: str = ""
@@ -49,19 +49,21 @@ class FirstModules:
 class OverflowReport:
     """The parameters whose gradients were not finite.
 
-    ``str(report)`` lists them, those nearest the loss first, and says what it means.
+    ``str(report)`` lists the parameters, beginning with those nearest the loss, and says what may be the
+    cause.
 
     Attributes:
         inf: The names of parameters with an infinite element in the gradient, in the optimizer's order.
-        nan: The names of parameters with a nan in the gradient. A parameter may be in both.
-        elsewhere: True if this rank's gradients are finite, and a gradient on another rank is not.
-        unattributed: True if the norm was not finite, and single gradients were not checked.
-        spike: The value that ``on_spike`` judged and the limit, if it has skipped the step. All gradients
+        nan: The names of parameters with a nan in the gradient. A parameter may be in ``inf`` and in ``nan``.
+        elsewhere: True if all gradients of this rank are finite, and a gradient on another rank is inf or
+            nan.
+        unattributed: True if only the norm of all gradients was checked, and it was inf or nan.
+        spike: If ``on_spike`` skipped the step, a text with the norm or loss and its limit. All gradients
             were finite then.
         checked: The number of gradients that were checked.
-        named: True if the parameters have names; False if they have only numbers.
-        scaled: True if a loss scale above 1 may be the cause.
-        modules: The modules that first had numbers that are not finite; None if modules were not watched.
+        named: True if parameters are called by names; False if they are called by group and index.
+        scaled: True if a loss scale above 1 may be the cause of the inf.
+        modules: The first modules with an inf or nan; None if no hooks were watching modules.
     """
 
     inf: tuple[str, ...] = ()
@@ -79,11 +81,11 @@ class OverflowReport:
         return bool(self.inf or self.nan or self.elsewhere or self.unattributed)
 
     def __str__(self) -> str:
-        """Return the summary, what it means, and where it began, each on its own line."""
+        """Return the summary, the possible cause, and the first module with an inf or nan, one per line."""
         return "\n".join(filter(None, (self.summary(), self.meaning(), str(self.modules or ""))))
 
     def summary(self) -> str:
-        """Return one line that names the first few parameters, those nearest the loss first."""
+        """Return one line that names up to five parameters, beginning with those nearest the loss."""
         if self.spike:
             return f"a spike, {self.spike}"
         if self.unattributed:
@@ -106,7 +108,10 @@ class OverflowReport:
         return self._place() + unnamed * (not self.named) if self else ""
 
     def _place(self) -> str:
-        """Return where to look. If all gradients overflowed at once, the loss or its gradient was bad."""
+        """Return where to look for the cause.
+
+        If all gradients overflowed, the loss or its gradient is bad.
+        """
         either = "Either the loss scale is still too high, and a few more skipped steps lower it enough, or"
         if len({*self.inf, *self.nan}) < self.checked:
             where = "Look at the batch, and at the backward pass near the first one named."
@@ -127,7 +132,10 @@ Names = dict[int, tuple[Tensor, str]]
 
 
 def names_of(params: Sequence[Tensor], optimizer: Optimizer | None, given: Names) -> list[str]:
-    """Return the name of each parameter: the given name, the optimizer's, or its group and index."""
+    """Return a name for each parameter.
+
+    It is the name given to ``register()``, or the name that the optimizer has, or the group and the index.
+    """
     known: list[str] = []
     for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
         label = group.get("name", f"param_groups[{number}]['params']")
@@ -137,7 +145,7 @@ def names_of(params: Sequence[Tensor], optimizer: Optimizer | None, given: Names
 
 
 def checked_names(names: Any) -> dict[str, Tensor]:
-    """Return the argument ``names`` as a dict from name to parameter, or raise TypeError."""
+    """Return the argument ``names`` as a dict that maps names to parameters, or raise TypeError."""
     pairs = names.named_parameters() if isinstance(names, torch.nn.Module) else names or {}
     try:
         named = dict(pairs)
@@ -161,7 +169,7 @@ def report_of(
 ) -> OverflowReport:
     """Return which of an optimizer's parameters had gradients that were not finite.
 
-    This is a host sync, unless ``copies`` has the flags of the measurements on the host.
+    This is a host sync, unless ``copies`` contains the flags of the measurements in host memory.
     """
     all_flags = copies or [measured.flags for measured in measurements]
     index = {id(param): i for i, param in enumerate(params)}

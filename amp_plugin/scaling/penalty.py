@@ -5,9 +5,9 @@
     scaled = d(outputs * scale) / d(inputs)        outside autocast
     grads  = scaled / scale                        float32, differentiable with create_graph
 
-An overflow makes the gradients inf or nan. Then the backward pass of the penalty overflows too, and the step
-is skipped. The overflow is recorded at once for the next update of the scale. Nothing here waits for the
-device.
+If the gradients overflow, they are inf or nan. Then the backward pass of the penalty overflows too, and the
+optimizer step is skipped. The overflow also lowers the loss scale at the next update. No function of this
+module waits for the device.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def grad(
     retain_graph: bool | None = None,
     allow_unused: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Differentiate as ``torch.autograd.grad`` does, with scaled outputs, and unscale the gradients.
+    """Return gradients as ``torch.autograd.grad`` does: of scaled outputs, and then unscaled.
 
     Args:
-        outputs: The tensors to differentiate: any shape if ``grad_outputs`` is given, else 0-dim.
+        outputs: The tensors to differentiate. Without ``grad_outputs`` they must be 0-dim.
         inputs: The tensors with respect to which they are differentiated.
         scaler: The scaler whose scale is used. With None or a disabled scaler nothing is scaled.
-        grad_outputs: The vectors of the vector-Jacobian product.
+        grad_outputs: The vectors of the vector-Jacobian product, as in ``torch.autograd.grad``.
         create_graph: True to make the result differentiable.
-        retain_graph: As in torch; None means ``create_graph``.
+        retain_graph: As in ``torch.autograd.grad``; None means the value of ``create_graph``.
         allow_unused: True to return None for inputs that were not used, instead of raising.
 
     Returns:
@@ -64,7 +64,8 @@ def grad(
         for context in _surroundings:
             surroundings.enter_context(context())
         if loss_scale is not None:
-            targets = tuple(map(loss_scale.multiply, targets))  # unseen: this backward adds to no ``.grad``
+            # No hook records this backward pass, which adds to no ``.grad``.
+            targets = tuple(map(loss_scale.multiply, targets))
         grads = torch.autograd.grad(
             targets,
             sources,
@@ -91,8 +92,8 @@ def gradient_penalty(
     """Return a differentiable penalty on the gradients of ``outputs``.
 
     ``"l2"`` is the squared L2 norm of all gradients together (Drucker and LeCun 1992). ``"wgan-gp"`` is the
-    mean of ``(norm - target)**2`` over the samples (Gulrajani et al. 2017). There the norm is taken over all
-    dimensions except the first.
+    mean of ``(norm - target)**2`` over the samples (Gulrajani et al. 2017), where the norm of a sample's
+    gradient is taken over all dimensions except the first.
 
     Args:
         outputs: The tensors to differentiate. A critic's scores are summed.
@@ -100,7 +101,7 @@ def gradient_penalty(
             ``"l2"``.
         scaler: The scaler whose scale is used.
         kind: The penalty.
-        target: The norm without a penalty, for ``"wgan-gp"``.
+        target: The norm at which the penalty is 0, for ``kind="wgan-gp"``.
 
     Returns:
         The penalty (float32, 0-dim). Add it to the loss before ``scaler.scale``.
@@ -125,7 +126,7 @@ def gradient_penalty(
 def _unscaled(
     grads: Sequence[Tensor | None], wide: Sequence[Tensor | None], loss_scale: LossScale
 ) -> tuple[Tensor | None, ...]:
-    """Divide by the scale, and record an overflow for its next update."""
+    """Divide gradients by the loss scale, and record an overflow for the next update of the scale."""
     present = [g.detach() for g in grads if g is not None]
     for device in {g.device for g in present}:
         own = [g for g in present if g.device == device]
@@ -138,6 +139,6 @@ _surroundings: list[Callable[[], AbstractContextManager[Any]]] = []
 
 
 def surround_backward(context: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Run each later backward pass of this module inside ``context()``, for frameworks that require it."""
+    """Run ``torch.autograd.grad`` in this module inside ``context()`` from now on. Fabric requires it."""
     if context not in _surroundings:
         _surroundings.append(context)

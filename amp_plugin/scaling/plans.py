@@ -9,8 +9,8 @@ plan      who divides the gradients by scale and clip  who skips               s
 `Plain`   they are divided in place before             the host                one     any other optimizer
 ========= ============================================ ======================= ======= ===================
 
-A sync is a wait of the host for the device. One pass is preferred if there is a rule for the optimizer, on
-CPUs and on GPUs.
+A sync is a wait of the host for the device. If a kernel can step the
+optimizer in one pass, that plan is preferred, on CPUs and on GPUs.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class OnePass:
 
 @dataclass(frozen=True)
 class Fused:
-    """The optimizer's own step, which skips by itself if a gradient is not finite.
+    """The optimizer's own step, which itself skips if a gradient is inf or nan.
 
-    It is torch's fused kernel, on gradients unscaled and clipped in place. Or it is a step that takes the
-    scaler, and unscales too.
+    It is torch's fused kernel, after gradients were unscaled and clipped in place. Or it is a step with an
+    argument ``grad_scaler=``, which unscales the gradients too.
     """
 
     how: str  # for people
-    divides: bool  # True if it takes the scaler, and divides the gradients by what they carry
+    divides: bool  # True if the step takes the scaler, and unscales the gradients
 
     def take(self, state: OptimizerState, call: Call, found: Tensor, divisor: Tensor | None) -> Taken:
         """Step as :meth:`OnePass.take` does. The divisor is not used."""
@@ -87,7 +87,7 @@ class Fused:
         if self.divides:
             return call(), skipped
         if skipped is not None and not state.shared.enabled:
-            return _take_unless(found, optimizer, call)  # to the bit torch's step without a scaler
+            return _take_unless(found, optimizer, call)  # the bits of torch's step without a scaler
         if any(param.grad is not None for param in _without_momentum(optimizer)) and found.item() > 0:
             return None, True
         with _kernel_reads(optimizer, found):
@@ -96,7 +96,10 @@ class Fused:
 
 @dataclass(frozen=True)
 class Plain:
-    """The optimizer's own step, on gradients unscaled and clipped in place. The host waits for the flag."""
+    """The optimizer's own step after gradients were unscaled and clipped in place.
+
+    The host waits for found_inf.
+    """
 
     how: str  # for people
 
@@ -116,7 +119,7 @@ def choose(optimizer: Optimizer, why_not: str, *, scales: bool) -> Plan:
 
     Args:
         optimizer: The optimizer, or an optimizer that wraps it.
-        why_not: Why no step of this optimizer can be taken in one pass, for people; empty if it can.
+        why_not: A text that says why this optimizer cannot step in one pass; empty if it can.
         scales: True if losses are scaled.
     """
     if not why_not:
@@ -132,7 +135,7 @@ def choose(optimizer: Optimizer, why_not: str, *, scales: bool) -> Plan:
 
 
 def why_not_one_pass(state: OptimizerState, optimizer: Optimizer, *, has_arguments: bool) -> str:
-    """Return why no step can be taken in one pass, whatever its gradients are; empty if steps can."""
+    """Return why this optimizer cannot step in one pass, whatever the gradients are; empty if it can."""
     if has_arguments:
         return "step() was given arguments"
     if not state.shared.options.one_pass:
@@ -144,12 +147,12 @@ def why_not_one_pass(state: OptimizerState, optimizer: Optimizer, *, has_argumen
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's own step divides by a scale and skips steps itself."""
+    """Return whether the optimizer's own step reads ``grad_scale`` and ``found_inf``, as fused steps do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not takes_scaler(optimizer)
 
 
 def takes_scaler(optimizer: Optimizer) -> bool:
-    """Return whether ``step`` takes the scaler, as torch's fused steps did before ``grad_scale`` existed."""
+    """Return whether the optimizer's ``step`` has an argument ``grad_scaler``, which torch still allows."""
     kind: Any = type(optimizer)
     return getattr(optimizer, "_step_supports_amp_scaling", False) and _has_grad_scaler(kind)
 
@@ -160,7 +163,7 @@ def _has_grad_scaler(kind: Any) -> bool:
 
 
 def _take_unless(found: Tensor, optimizer: Optimizer, call: Call) -> Taken:
-    """Wait for the flag, and step unless it is 1."""
+    """Wait for ``found``, and step unless it is 1."""
     captured = capturing(found.device)
     if captured:
         warn_user(
@@ -173,8 +176,8 @@ def _take_unless(found: Tensor, optimizer: Optimizer, call: Call) -> Taken:
 
 @contextmanager
 def _kernel_reads(optimizer: Any, found: Tensor) -> Iterator[None]:
-    """Set the flag that the optimizer's kernel reads; afterwards restore the user's value."""
-    # Parameters on the host need the flag there. Torch itself would copy it without waiting.
+    """Set ``found_inf`` of an optimizer, which its fused kernel reads. Then restore the user's value."""
+    # CPU parameters need found_inf on the CPU. torch would copy it without waiting for the copy.
     on_host = not found.is_cpu and any(param.is_cpu for param in params_of(optimizer))
     own = {name: getattr(optimizer, name) for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)}
     optimizer.grad_scale, optimizer.found_inf = own.get("grad_scale"), found.cpu() if on_host else found
@@ -187,7 +190,7 @@ def _kernel_reads(optimizer: Any, found: Tensor) -> Iterator[None]:
 
 
 def _without_momentum(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters whose momentum buffer SGD's kernel would leave uninitialised if it skips."""
+    """Return parameters whose momentum buffer a skipped fused SGD step would leave uninitialised."""
     return [
         param
         for group in (optimizer.param_groups if isinstance(optimizer, SGD) else ())

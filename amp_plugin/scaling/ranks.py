@@ -1,9 +1,9 @@
 """Combines norms and overflow flags, so that all ranks take the same decision.
 
-One op packs the norm, to the power of p, with the overflow flag. Collectives add up the packed numbers, and
-another op reads them. Along a mesh dimension that shards a gradient, the powers add up. Along a dimension
-that replicates it, they are first divided by the size of the dimension. In the end the flag is set to exactly
-0 or 1, because the CPU's fused AdamW steps if found_inf is 2.0.
+One op packs norm**p and the overflow flag into one tensor. Collectives add up the packed tensors, and another
+op computes the norm from the sum. Along a mesh dimension that shards a gradient, norm**p is added up. Along a
+mesh dimension that replicates a gradient, norm**p is first divided by the size of the dimension. At the end
+the overflow flag is set to exactly 0 or 1, because the CPU's fused AdamW steps if found_inf is 2.0.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Ranks:
     """The processes that decide together.
 
     Args:
-        agree: Groups whose ranks take the same decision.
-        sharded: Groups whose ranks also hold different parts of plain gradients. Norms are combined over
-            them.
+        agree: Process groups whose ranks all skip a step, or all take it.
+        sharded: Process groups whose ranks hold different shards of gradients. Norms are combined over these
+            groups, and their ranks also take the same decision.
     """
 
     def __init__(self, agree: Sequence[ProcessGroup] = (), sharded: Sequence[ProcessGroup] = ()) -> None:
@@ -54,11 +54,11 @@ class Ranks:
         return bool(self._agree or self._sharded)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        """Copy nothing, because process groups cannot be copied."""
+        """Return the same object, because process groups cannot be copied."""
         return self
 
     def __getstate__(self) -> Any:
-        """Pickle only if there is no group."""
+        """Raise RuntimeError if there are process groups, which cannot be pickled."""
         if self:
             raise RuntimeError(_GROUPS_ARE_HERE)
         return vars(self)
@@ -97,13 +97,13 @@ class Ranks:
         for layouts_here, ranks in self._places(measurements, layouts):
             values = _pack(measurements, layouts_here, flags, norm_type, device)
             ranks.all_reduce(values, norm_type)
-            flags = [values[-1]]  # the flag takes part in every collective, so all ranks get it
+            flags = [values[-1]]  # every collective includes the overflow flag, so all ranks get it
             packed.append(values)
         norm, found = _OPS.unpack_measurements(packed, norm_type)
         return norm, found
 
     def _places(self, measurements: Sequence[Measurement], layouts: Sequence[ShardLayout]) -> list[_Place]:
-        """Return shard layouts with the ranks that combine them: for each mesh, then for the given groups."""
+        """Return pairs of shard layouts and the ranks over which norms of these layouts are combined."""
         seen = [found.layout for found in measurements]
         by_mesh: dict[DeviceMesh, dict[ShardLayout | None, None]] = {}
         for layout in (*layouts, *seen):
@@ -116,7 +116,7 @@ class Ranks:
         return [*places, ((None,), self)] if self or None in seen or not places else places
 
     def all_reduce(self, packed: Tensor, norm_type: float) -> None:
-        """Combine the packed numbers of all ranks in place, with one collective for each group."""
+        """Combine the packed tensors of all ranks in place, with one collective for each process group."""
         reduce_op = torch.distributed.ReduceOp
         for group in self._sharded:
             op = reduce_op.MAX if math.isinf(norm_type) else reduce_op.SUM
@@ -146,7 +146,7 @@ def _pack(
 
 
 def _agree_on_core(groups: Sequence[ProcessGroup], device: torch.device) -> None:
-    """Raise unless all ranks have the same native core and CUDA kernels. Others differ in the last bits."""
+    """Raise unless all ranks have the same native core and CUDA kernels, whose last bits agree."""
     cuda = cuda_core(device.index).identity if device.type == "cuda" else 0
     loaded = torch.tensor([float(native_core().loaded), float(cuda)], device=device)
     most, least = loaded, -loaded
@@ -167,7 +167,7 @@ def _agree_on_core(groups: Sequence[ProcessGroup], device: torch.device) -> None
 
 
 def rank_of_process() -> int | None:
-    """Return the rank in the process group, or the launcher's rank; None if there is one process."""
+    """Return the rank of this process, from torch.distributed or the variable RANK; None without ranks."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return int(torch.distributed.get_rank())
     return int(os.environ["RANK"]) if os.environ.get("RANK", "").isdecimal() else None

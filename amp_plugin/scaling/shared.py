@@ -1,4 +1,4 @@
-"""The state that all optimizers of a scaler share: loss scales, ranks, device, and how errors write calls."""
+"""Shared: the loss scales, ranks and options that all optimizers of a scaler use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Shared:
 
     Args:
         options: The options of the loss scales and of steps.
-        losses: The names of losses with a separate loss scale.
+        losses: The names of losses that have their own loss scale.
         ranks: The processes that decide together.
         device: The device type.
         enabled: True if losses are scaled.
@@ -34,10 +34,11 @@ class Shared:
         device: As given.
         enabled: As given.
         words: How error texts spell calls.
-        scales_all: True if the entry point runs all scaled backward passes, so that other gradients are not
-            scaled.
+        scales_all: True if the entry point, such as Lightning, runs every scaled backward pass itself. Then
+            gradients from other backward passes are known not to be scaled.
         spikes: Judges whether a step is a spike.
-        updates: The number of updates that have been requested. An update ends the stage of an optimizer.
+        updates: The number of updates that have been requested. After an update, all optimizers are in the
+            stage READY again.
         has_checked: True if gradients were checked since the last requested update.
     """
 
@@ -78,30 +79,30 @@ class Shared:
         self.device, self.ranks = device, ranks
 
     def speak(self, words: Words, *, scales_all: bool) -> None:
-        """Set how error texts write the user's calls.
+        """Set the calls that error texts name.
 
         Args:
             words: The calls as the user of the entry point writes them.
-            scales_all: True if the entry point runs all scaled backward passes. Then gradients that were
-                made without one are not scaled.
+            scales_all: True if the entry point runs every scaled backward pass itself. Then gradients from
+                other backward passes are not scaled.
         """
         self.words, self.scales_all = words, scales_all
 
     def end_stages(self) -> None:
-        """End the stage of each optimizer, as an update does, so that the next step is not a second one."""
+        """Set all optimizers to the stage READY, as an update does, so that each of them may step again."""
         self.updates += 1
 
     def count_update(self) -> None:
-        """Count a requested update. It uses up the checks so far."""
+        """Count a requested update. The next update needs a new check of gradients."""
         self.end_stages()
         self.has_checked = False
 
     def note_check(self) -> None:
-        """Note that the gradients of an optimizer were checked for inf and nan, as an update requires."""
+        """Note that gradients were checked for inf and nan, so that an update may follow."""
         self.has_checked = True
 
     def scale_of(self, name: str | None) -> LossScale:
-        """Return the scale of a loss; None is the default."""
+        """Return the loss scale of a loss by its name. None stands for the default loss scale."""
         if name not in self.scales:
             known = ", ".join(filter(None, self.scales)) or "none"
             msg = f"loss {name!r} is not known; the constructor's losses= named: {known}"
@@ -109,7 +110,7 @@ class Shared:
         return self.scales[name]
 
     def used_scales(self) -> list[LossScale]:
-        """Return the loss scales that a loss was multiplied by."""
+        """Return the loss scales by which a loss was multiplied."""
         return [scale for scale in self.scales.values() if scale.value is not None]
 
     @property
@@ -120,8 +121,8 @@ class Shared:
     def require_scale(self, call: str, target: Any = ()) -> None:
         """Raise AssertionError if no loss has been scaled.
 
-        An entry point that scales all losses may have had no loss so far. If the parameters have no gradient
-        either, the loss scale gets its first value, and the call goes on.
+        Lightning and Accelerate scale all losses themselves, and their first batches may have no loss. Then,
+        if no parameter has a gradient, no error is raised, and the loss scale gets its first value.
 
         Args:
             call: The name of the method that needs the loss scale.
@@ -138,8 +139,8 @@ class Shared:
     def state_dict(self, skipped_steps: int) -> dict[str, Any]:
         """Return the state of a scaler, with torch's keys. A disabled scaler has none. This is a host sync.
 
-        Our own key is added only if it holds what torch's keys cannot hold: skipped steps, a hysteresis, the
-        loss scales of named losses, or the statistics of spikes.
+        The key ``amp_plugin`` is added for numbers that torch's keys cannot express: a number of skipped
+        steps, a hysteresis, the loss scales of named losses, or the statistics of spikes.
         """
         spikes = self.spikes.state_dict()
         if not self.enabled:
@@ -157,7 +158,7 @@ class Shared:
         self.spikes.load_state_dict(saved.get(OUR_KEY, {}))
 
     def load_state_dict(self, saved: dict[str, Any]) -> int:
-        """Load a state, ours or torch's, and return its count of skipped steps."""
+        """Load a state of this class or of torch's scaler, and return its number of skipped steps."""
         ours = saved.get(OUR_KEY, {})
         self.load_spikes(saved)
         self.default.load_state_dict({**saved, **ours})

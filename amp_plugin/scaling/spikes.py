@@ -2,12 +2,13 @@
 
 ::
 
-    hear(loss)        a backward pass from this loss is about to begin
-    judge(step)       one op on the device: is the step a spike? It also updates the running mean
-    raise_for_spike   once the host knows that the step was a spike
+    hear(loss)        Note a loss whose backward pass is about to begin.
+    judge(step)       Decide with one op on the device whether the step is a spike, and update the mean.
+    raise_for_spike   Raise SpikeError, once the host knows that the step was a spike.
 
-The mean, the deviation and the result stay on the device. A step that is skipped or clipped because of a
-spike does not wait for the host. The rule is that of :func:`amp_plugin.kernels.reference.judge_step_`.
+The running mean and deviation of norms or losses are tensors on the device. Therefore a step does not wait
+for the host, also if it is skipped or clipped as a spike. :func:`amp_plugin.kernels.reference.judge_step_` is
+the rule.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from amp_plugin.options import Spike
 from amp_plugin.scaling.loss_scale import moved
 from amp_plugin.scaling.step_log import StepResult, reference_to
 
-# A norm below this many times the mean is no spike: such norms are ordinary in some of our recipes.
+# A norm below this multiple of the mean is not a spike, because some recipes often have such norms.
 _LEAST_FACTOR = 4.0
-# The least deviation of losses, as a part of the mean. A loss that hardly changes has a deviation near 0.
+# The deviation of losses is at least this part of their mean. A constant loss has a deviation near 0.
 _LEAST_LOSS_DEVIATION = 0.01
 
 _KEY = "spikes"
@@ -46,7 +47,7 @@ class SpikeError(RuntimeError):
         kind: The type of the optimizer.
         of: ``"norm"`` or ``"loss"``.
         value: The norm or loss of the step.
-        limit: The largest value that would not have been a spike.
+        limit: The largest norm or loss that would not have been a spike.
 
     Example:
         >>> from amp_plugin import SpikeError
@@ -68,10 +69,10 @@ class SpikeError(RuntimeError):
 
 
 class Spikes:
-    """The rule for spikes, and the statistics of each optimizer.
+    """Judges steps by the rule of ``on_spike=``, and keeps the statistics of each optimizer.
 
-    The statistics of an optimizer are the mean, the variance, the number of steps and ``held`` (float32
-    ``[4]``, on the optimizer's device).
+    The statistics of an optimizer are a tensor (float32 ``[4]``, on the optimizer's device). It contains the
+    mean, the variance, the number of steps, and 1 if an earlier spike has yet to be raised.
 
     Args:
         rule: What counts as a spike. With None no step is judged.
@@ -87,7 +88,7 @@ class Spikes:
         self._has_stepped = False  # True if an optimizer has stepped since the last loss
 
     def hear(self, loss: Any) -> None:
-        """Note a loss before its backward pass. Losses before the same step are added up."""
+        """Note a loss before its backward pass. All losses since the last step are added up."""
         if self._rule is None or self._rule.of != "loss":
             return
         if self._has_stepped:
@@ -105,14 +106,14 @@ class Spikes:
     ) -> Tensor | None:
         """Judge a step, in one launch and without a host sync.
 
-        With ``of="loss"`` on several ranks there is one collective more.
+        With ``of="loss"`` on several ranks, the losses are added up by one collective.
 
         Args:
             optimizer: The optimizer that steps.
-            norms: The norm before any clip, and the present norm (float32, 0-dim).
+            norms: The norm of the gradients before any clip, and their present norm (float32, 0-dim).
             found_inf: 1.0 if a gradient is not finite (float32, 0-dim).
-            trackers: The growth trackers of the loss scales that the gradients were made with.
-            backward: A backward pass as the user writes it, for an error.
+            trackers: The growth trackers of the loss scales by which the losses were multiplied.
+            backward: How the user runs a backward pass, for an error text.
 
         Returns:
             The result of ``judge_step_``; None without ``on_spike``.
@@ -143,7 +144,7 @@ class Spikes:
 
     @property
     def clips(self) -> bool:
-        """Whether the gradients of a spike are clipped."""
+        """Whether gradients of a spike are clipped, because ``action`` is ``"clip"``."""
         return self._rule is not None and self._rule.action == "clip"
 
     def _values(self, device: torch.device, backward: str) -> list[Tensor]:
@@ -173,7 +174,7 @@ class Spikes:
         """Raise SpikeError if the step was a spike, and ``action`` is ``"raise"``. Later steps can be taken.
 
         Args:
-            before: Called before it raises, so that the next step is not taken for a second one.
+            before: A function that is called before the error, so that the optimizer may step again.
             step: The result of the step.
         """
         rule, judged = self._rule, step.judged
@@ -184,17 +185,20 @@ class Spikes:
             raise SpikeError(step.kind, rule.of, judged[3].item(), judged[4].item())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the statistics of each optimizer; empty without a rule. The host waits for the device."""
+        """Return the statistics of each optimizer; empty without ``on_spike``.
+
+        The host waits for the device.
+        """
         known = [[*numbers[:3].tolist(), 0.0] for known, numbers in self._known if known() is not None]
         return {} if self._rule is None else {_KEY: known + self._saved}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load saved statistics, if there are some. Optimizers get them in the order of their first steps."""
+        """Load saved statistics. Optimizers get them in the order in which they first step."""
         if self._rule is not None and _KEY in saved:
             self._known, self._saved = [], [[float(number) for number in numbers] for numbers in saved[_KEY]]
 
     def __reduce__(self) -> Any:
-        """Copy and pickle the rule and the numbers, without optimizers and devices."""
+        """Copy and pickle the rule and the statistics as plain numbers, without optimizers."""
         return _restored, (self._rule, self.state_dict())
 
 

@@ -1,13 +1,14 @@
-"""The result of a step, and the log of all steps.
+"""StepResult, the result of one optimizer step, and StepLog, which counts the steps of a scaler.
 
 ::
 
-    add(step)  ->  counted on the device; queued until the host knows whether it was skipped
-    read()     ->  for each step that is known, in order: count skips in a row, then call each subscriber
-                   (endless skips, on_nonfinite="raise", adapters, a page)
+    add(step)   counts a step on the device, and queues it until the host knows whether it was skipped.
+    read()      takes each step that the host knows from the queue, in order. It counts skips in a row, and
+                calls each subscriber: adapters, the run report, on_nonfinite="raise".
 
-On the CPU a step is known at once. On a GPU the host learns later whether a fused or one-pass step was
-skipped. Such a step is read when a later one is added, at ``update()``, or when a caller waits for it.
+On the CPU the host knows at once whether a step was skipped. On a GPU it learns later whether a fused or
+one-pass step was skipped. Such a step is read when a later step is added, at ``update()``, or when a caller
+waits for the device.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from amp_plugin.scaling.overflows import FirstModules, OverflowReport
 RUN = 50
 """After this many skipped steps in a row there is a warning."""
 
-_MOST_LATE = 256  # longest queue, for devices that do not say when a flag has arrived
+_MOST_LATE = 256  # longest queue of unread steps, for devices without events
 
 _AT_FLOOR = (
     "gradients overflowed although the loss scale is at min_scale: lowering it further does not help. Look "
@@ -47,26 +48,27 @@ _NOTHING_TO_DO = "the optimizer's own step (nothing was to be unscaled, clipped 
 class StepResult:
     """The result of one ``scaler.step(optimizer)``.
 
-    It owns its tensors, so later steps do not change it. The result of a step in a CUDA graph shows the last
-    replay. Reading :attr:`norm` and :attr:`found_inf` does not wait for the device; any other property does
-    when it is first read.
+    A result owns its tensors, so later steps do not change it. The result of a step that a CUDA graph has
+    captured shows the last replay. Reading :attr:`norm` and :attr:`found_inf` does not wait for the device.
+    Other properties wait for the device when they are first read.
 
     Attributes:
         norm: The norm of the unscaled gradients before the first clip (float32, 0-dim). None if the
             optimizer had no gradients, or if a disabled scaler with ``on_nonfinite="ignore"`` did not
             measure them.
         found_inf: 1.0 if the step was skipped, else 0.0 (float32, 0-dim).
-        used_norm: The norm when the step began, after earlier clips and before the step's own clip; None if
-            it is unknown.
-        max_norm: The largest norm, if the step itself clips; else None.
-        how: How the step was taken, and why not in one pass, for people.
+        used_norm: The norm of the gradients when the step began: after earlier clips, and before the clip of
+            ``clip_and_step``. None if it is unknown.
+        max_norm: The ``max_norm`` of ``clip_and_step``; None if the step itself did not clip.
+        how: A text that says how the step was taken, and why it was not taken in one pass.
         one_pass: True if it was taken in one pass.
         judged: The result of ``judge_step_`` (float32, ``[5]``); None if ``on_spike`` is not set.
-        optimizer: A function that returns the optimizer, or None if it no longer exists. This and the next
-            three are set when the host knows whether the step was skipped.
+        optimizer: A function that returns the optimizer, or None if the optimizer no longer exists.
+            ``optimizer``, ``name``, ``number`` and ``in_a_row`` are set when the host knows whether the step
+            was skipped.
         name: The number of the optimizer, in the order of their first steps, and its type, as ``"0: AdamW"``.
         number: The number of the step among all steps of the optimizer in this run, from 1 on.
-        in_a_row: The number of skipped steps of the optimizer in a row, up to and including this one.
+        in_a_row: How many steps of the optimizer in a row were skipped, up to and including this step.
         time: The time of the step, in seconds since 1970.
     """
 
@@ -99,12 +101,12 @@ class StepResult:
         self.name, self.number, self.in_a_row, self.time = "", 0, 0, time.time()
         self._known = self.known_at_once(found_inf) if known is None else known
         told = found_inf if judged is None else judged  # the first number of both is found_inf
-        # The copy of that number on its way to the host, and the event that tells when it has arrived.
+        # The copy of ``found_inf`` to the host, and the CUDA event that says when the copy is complete.
         self._arriving = copy_to_host([told]) if self._known is None else ((), [])
 
     @staticmethod
     def known_at_once(found_inf: Tensor) -> bool | None:
-        """Return whether a step is skipped, if the flag is on the CPU; else None."""
+        """Return whether a step is skipped; None if ``found_inf`` is not on the CPU."""
         on_host = found_inf.device.type == "cpu" and not capturing(found_inf.device)
         return bool(found_inf.item() > 0) if on_host else None
 
@@ -120,7 +122,7 @@ class StepResult:
         if events and events[0].query():
             self._known, self._arriving = bool(copies[0].reshape(-1)[0].item() > 0), ((), [])
             self.judged = None if self.judged is None else copies[0]
-        # The result of a captured step may change at each replay, so it is not stored.
+        # A replay of a CUDA graph may change ``found_inf`` of a captured step, so it is read each time.
         return self.known_at_once(self.found_inf) if self._known is None else self._known
 
     @property
@@ -158,7 +160,7 @@ class StepResult:
         return 1.0 if value is None else float(value.item())
 
     def scale_later(self) -> Callable[[], Tensor | None]:
-        """Return a function that returns the tensor of ``scale_after``. It holds nothing else of the step."""
+        """Return a function that returns the tensor of ``scale_after``, and keeps no other tensor alive."""
         before, after = self._scale_before, self._scale_after
         return lambda: after[0] if after else before
 
@@ -175,8 +177,8 @@ class StepResult:
         """Queue copies of the numbers to the host. Nothing waits or launches a kernel.
 
         Returns:
-            Events that tell when the copies are complete, and a result of the same step that holds the
-            copies. Nothing of that result waits for the device once they are complete.
+            CUDA events that say when the copies are complete, and a StepResult of the same step that
+            contains the copies. Reading that StepResult does not wait for the device, once they are complete.
         """
         names = [name for name in _NUMBERS if getattr(self, name) is not None]
         flags = self._flags if self.skipped else ()
@@ -199,10 +201,10 @@ class StepResult:
         self._modules = modules
 
     def overflow_report(self) -> OverflowReport:
-        """Return the names of the parameters whose gradients were not finite, and what it means.
+        """Return the names of the parameters whose gradients were inf or nan, and what may be the cause.
 
-        If a page or AmpMonitor watches and an earlier step was skipped, the report also names the module at
-        which the step went wrong.
+        If a run report or AmpMonitor watches, and an earlier step was skipped, hooks are on the modules. Then
+        the report also names the first module with an inf or nan.
         """
         report = self._report(self._flags) if self._flags else self._report()
         modules = self._modules
@@ -229,7 +231,8 @@ class StepResult:
 def _first_skip(step: StepResult) -> str:
     """Return the warning about the first skipped step of a run without a loss scale.
 
-    It does not wait: on a GPU the flags have not arrived, and the names of the parameters are left out.
+    It does not wait for the device. On a GPU the overflow flags are not known yet, so the warning does not
+    name parameters.
     """
     why = "last_step(optimizer).overflow_report() names the gradients that were not finite"
     if step.found_inf.is_cpu:
@@ -249,7 +252,7 @@ def run_of_skips(step: StepResult) -> str:
             "ordinary by now, raise sigma, or leave on_spike out."
         )
     report = step.overflow_report()
-    # With a nan the loss scale is not the cause.
+    # A nan does not come from a high loss scale.
     report = replace(report, scaled=report.scaled and not report.nan)
     why = "although nothing is scaled"
     if step.is_scaled:
@@ -290,7 +293,7 @@ def _ignore(_: object) -> None:
 
 
 def reference_to(optimizer: Optimizer, gone: Callable[[Any], object] | None = None) -> Any:
-    """Return a weak reference to an optimizer; a strong one if the object does not allow weak ones."""
+    """Return a weak reference to an optimizer. If its class does not allow one, return a strong reference."""
     try:
         return weakref.ref(optimizer, gone)
     except TypeError:
@@ -303,32 +306,35 @@ class _Record:
     def __init__(self, optimizer: Optimizer, place: int) -> None:
         self.optimizer, self.name = reference_to(optimizer), f"{place}: {type(optimizer).__name__}"
         self.exact = False
-        self.steps = 0  # number of steps whose result the host knows
+        self.steps = 0  # the number of steps that were read
         self.start_over()
 
     def start_over(self) -> None:
         """Forget all skips."""
         self.skipped: Tensor | None = None  # float32, 0-dim, on the device
         self.in_a_row = 0
-        self.owed = 0  # known skips for which schedulers were not held back so far
+        self.owed = 0  # skipped steps after which schedulers still have to be held back
         self.is_held = False
 
     def count(self, found: Tensor, *, skipped: bool | None) -> None:
-        """Count a step, which is skipped if ``found`` is 1. ``skipped`` is the same, if the host knows it."""
+        """Count a step.
+
+        ``found`` is 1 if it is skipped; ``skipped`` is None if the host does not know yet.
+        """
         if self.skipped is None:
             self.skipped = torch.zeros_like(found)
         if skipped is not False:
             self.skipped = self.skipped.to(found.device)
-            self.skipped.add_(found)  # in place, so that a captured step counts at each replay
+            self.skipped.add_(found)  # in place, so that each replay of a CUDA graph counts its step
 
     def learn(self, *, skipped: bool) -> None:
-        """Record whether the next step was skipped, now that the host knows it."""
+        """Record that the host knows of one more step whether it was skipped."""
         self.steps += 1
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.owed += skipped
 
     def hold(self) -> None:
-        """Hold the schedulers back for one known skip."""
+        """Hold learning rate schedulers back at this step, if a skip is known for which they were not yet."""
         self.is_held = self.owed > 0
         self.owed -= self.is_held
 
@@ -342,7 +348,7 @@ _followers: list[Callable[[StepLog], None]] = []
 
 @contextmanager
 def new_logs(follower: Callable[[StepLog], None]) -> Iterator[None]:
-    """Call ``follower`` with each log that is made in the block, for programs that are not edited."""
+    """Call ``follower`` with the StepLog of each scaler that is made in the block."""
     _followers.append(follower)
     try:
         yield
@@ -353,8 +359,8 @@ def new_logs(follower: Callable[[StepLog], None]) -> Iterator[None]:
 class StepTotals:
     """The numbers of steps and skipped steps in all logs of a process, also in logs that no longer exist.
 
-    It refers to no log, optimizer or gradient, only to 0-dim tensors. It waits for the device only in
-    ``told``.
+    It keeps no log, optimizer or gradient alive, only 0-dim tensors. Only the method ``told`` waits for the
+    device.
     """
 
     def __init__(self) -> None:
@@ -364,7 +370,7 @@ class StepTotals:
         """Forget all steps."""
         self._steps = self._skipped = 0
         self._logs: weakref.WeakSet[StepLog] = weakref.WeakSet()
-        self._late: list[Tensor] = []  # the flags of steps that were late when their log ended
+        self._late: list[Tensor] = []  # ``found_inf`` of steps that were unread when their log ended
         self._scale: Callable[[], Tensor | None] = lambda: None
 
     def follow(self, log: StepLog) -> None:
@@ -384,10 +390,10 @@ class StepTotals:
             self._scale = step.scale_later()
 
     def told(self, *, wait: bool) -> tuple[int, int, float | None]:
-        """Return the numbers of steps and of skipped steps, and the last loss scale; None if it is unknown.
+        """Return the number of steps, the number of skipped steps, and the last loss scale or None.
 
-        With ``wait``, the host waits for the device. Without it, steps whose result the host does not know
-        are left out.
+        With ``wait``, the host waits for the device. Without ``wait``, steps are left out if the host does
+        not know yet whether they were skipped.
         """
         steps, skipped, late, scale = self._steps, self._skipped, list(self._late), self._scale
         for log in list(self._logs):
@@ -405,22 +411,24 @@ class StepTotals:
 class StepLog:
     """The log of the steps of a scaler's optimizers.
 
-    It counts steps, queues those whose result the host does not know, and calls its subscribers.
+    The log counts steps, queues steps until the host knows whether they were skipped, and calls subscribers.
     """
 
     def __init__(self, skipped_before: int = 0) -> None:
-        self.skipped_before = skipped_before  # skips from a loaded state or a copied scaler
+        # The number of skipped steps from a loaded state or a copied scaler.
+        self.skipped_before = skipped_before
         self.has_captured = False  # True after a step in a CUDA graph; its replays call no subscriber
         self._records: dict[int, _Record] = {}
-        self._met = 0  # number of optimizers so far, those that no longer exist included
-        self._late: deque[tuple[_Record, StepResult]] = deque()  # steps whose result the host learns later
+        self._met = 0  # the number of optimizers so far, including deleted ones
+        self._late: deque[tuple[_Record, StepResult]] = deque()  # unread steps
         self._waits = False  # True to wait for the device after each step
         self._subscribers: list[Subscriber] = []
-        # Subscribers to losses. While there is one, each step is read before the next one.
+        # Subscribers to losses. While there is one, the host waits for each step.
         self._hearers: list[Callable[[Any], None]] = []
-        self._has_taken = False  # True once a step of the present run was taken
-        self._has_warned = False  # True once it has warned of a skip without a loss scale
-        self._last_skip: StepResult | None = None  # set while the present run has taken no step
+        self._has_taken = False  # True after a step of this training run was taken
+        self._has_warned = False  # True after the warning about a skip without a loss scale
+        # The last skipped step, as long as this run has taken no step.
+        self._last_skip: StepResult | None = None
         for follower in _followers:
             follower(self)
 
@@ -437,44 +445,48 @@ class StepLog:
             self.read(wait=self._waits or record.exact or len(self._late) > _MOST_LATE)
         finally:
             record.hold()
-        if self._hearers:  # after the schedulers, so that a watcher does not change when they are held back
+        # After ``hold``, so that a watcher does not change at which step schedulers are held back.
+        if self._hearers:
             self.read(wait=True)
 
     def note_loss(self, loss: Any) -> None:
-        """Pass a loss, before it is scaled, to those who subscribed to losses."""
+        """Call the subscribers to losses with a loss that is not scaled yet."""
         for hear in list(self._hearers):
             hear(loss)
 
     def start_over(self, skipped_before: int) -> None:
-        """Reset to a saved skip count. Steps and pending results are dropped; ``wait_for`` stays in force."""
+        """Set the skip count, and forget all steps. Settings of ``wait_for`` are kept."""
         self.skipped_before = skipped_before
         self._late.clear()
         for record in self._records.values():
             record.start_over()
 
     def read(self, *, wait: bool = False) -> None:
-        """Read the results that the host knows, in order. With ``wait``, wait for the device and read all."""
+        """Read, in order, the steps of which the host knows whether they were skipped. ``wait`` reads all."""
         while self._late and (wait or self._late[0][1].skipped_if_known() is not None):
             self._learn(*self._late.popleft())
 
     def at_end(self, call: Callable[[Iterable[StepResult]], None]) -> None:
-        """When the log is collected, call ``call`` with the steps whose result the host did not know."""
+        """Call ``call`` with the unread steps when this log is garbage-collected."""
         late = self._late
         weakref.finalize(self, lambda: call(result for _, result in late)).atexit = False
 
     def unread_steps(self) -> list[StepResult]:
-        """Return the steps whose result the host does not know, in order."""
+        """Return, in order, the steps of which the host does not know whether they were skipped."""
         return [result for _, result in self._late]
 
     def end_run(self, warn: Callable[[str], Any] | None = warn_user) -> None:
-        """End a run. With ``warn``, wait for the device and warn if all steps were skipped."""
+        """End a training run. With ``warn``, wait for the device, and warn if all steps were skipped."""
         self.read(wait=warn is not None)
         last, self._last_skip, self._has_taken = self._last_skip, None, False
         if last is not None and warn is not None:
             warn(f"the run has ended and no optimizer step was taken: {run_of_skips(last)}")
 
     def subscribe(self, subscriber: Subscriber, *, first: bool = False) -> None:
-        """Call ``subscriber`` with each known step, in order; with ``first``, before other subscribers."""
+        """Call ``subscriber`` with each step that is read.
+
+        With ``first``, call it before other subscribers.
+        """
         self._subscribers.insert(0 if first else len(self._subscribers), subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
@@ -486,8 +498,8 @@ class StepLog:
     def watched(self, watcher: Subscriber = _ignore, hear: Callable[[Any], None] = _ignore) -> Iterator[None]:
         """In the block, call ``watcher`` right after each step and ``hear`` with each loss.
 
-        The host waits for the device after each step. Schedulers are held back at the same steps as without
-        a watcher.
+        Inside the block the host waits for the device after each step. Learning rate schedulers are held back
+        at the same steps as without a watcher.
         """
         self.subscribe(watcher, first=True)
         self._hearers.append(hear)
@@ -512,19 +524,22 @@ class StepLog:
             subscriber(result)
 
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
-        """Return the number of skipped steps of one optimizer, or of all (None). The host waits."""
+        """Return how many steps of an optimizer, or of all (None), were skipped.
+
+        The host waits for the device.
+        """
         if optimizer is not None:
             record = self._records.get(id(optimizer))
             return 0 if record is None else record.total()
         return self.skipped_before + sum(record.total() for record in self._records.values())
 
     def holds_schedulers(self, optimizer: Optimizer) -> bool:
-        """Return whether schedulers are held back at the optimizer's last step, once for each known skip."""
+        """Return whether schedulers must not follow the optimizer's last step, once for each known skip."""
         record = self._records.get(id(optimizer))
         return record is not None and record.is_held
 
     def wait_for(self, optimizer: Optimizer | None = None) -> None:
-        """From now on, wait for the device after each step of an optimizer, or of all (None)."""
+        """Wait for the device after each later step of an optimizer, or of all optimizers (None)."""
         if optimizer is None:
             self._waits = True
         else:
@@ -533,7 +548,7 @@ class StepLog:
     def _record_of(self, optimizer: Optimizer) -> _Record:
         record = self._records.get(id(optimizer))
         if record is None or record.optimizer() is not optimizer:
-            # The skips of an optimizer that no longer exists.
+            # Keep the skip count of a deleted optimizer that had the same id.
             self.skipped_before += 0 if record is None else record.total()
             self._met += 1
             record = self._records[id(optimizer)] = _Record(optimizer, self._met - 1)
@@ -541,7 +556,7 @@ class StepLog:
 
 
 def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
-    """Return a subscriber that raises FloatingPointError if a step is skipped at this loss scale or below."""
+    """Return a subscriber that raises FloatingPointError if a step overflows at this loss scale or below."""
 
     def look(step: StepResult) -> None:
         if not step.skipped or step.is_left_out or step.scale_before > blameless_scale:
@@ -559,7 +574,7 @@ def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
 
 
 def tell_of_floor(floor: float, *, raises: bool) -> Subscriber:
-    """Return a subscriber that raises FloatingPointError, or warns once, if the lowest scale overflows."""
+    """Return a subscriber that raises or warns if a step overflows at the smallest loss scale allowed."""
     untold = [_AT_FLOOR]
 
     def look(step: StepResult) -> None:

@@ -2,12 +2,11 @@
 
 ::
 
-    the host knows whether a step was skipped  ->  copies of its numbers to the host are queued
-    the copies have arrived                    ->  a StepRecord is made, and passed to log="run.jsonl" or
-                                                   to log=function
+    A step has returned, and the host knows whether it was skipped: copy its numbers to the host.
+    The copies have arrived: make a StepRecord. Write it to log="run.jsonl", or call log=function with it.
 
-Nothing here waits for the device or launches a kernel. On a GPU a record comes some steps late. The last
-records come when the process ends.
+Recording a step does not wait for the device and launches no kernel. On a GPU a record is written some steps
+late. The last records are written when the process ends.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from amp_plugin.scaling.step_log import StepLog, StepResult
 NEWS: Final = logging.getLogger("amp_plugin")
 """The logger that tells people of skipped steps, of spikes, and where a file is written."""
 
-_FILE_BYTES: Final = 64 * 2**20  # the size at which a log is continued in a new file
+_FILE_BYTES: Final = 64 * 2**20  # when a log file is this large, a new file is begun
 _OLDER_FILES: Final = 9
 _MOST_NAMES: Final = 5
-_NO_LIMIT: Final = 3e38  # limits above it mean that no step can be a spike yet
+_NO_LIMIT: Final = 3e38  # a larger limit means that spikes are not judged yet (warm-up)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,23 +45,24 @@ class StepRecord:
     """The record of one optimizer step.
 
     Attributes:
-        step: The number of the step, from 1 on. Each optimizer's steps are counted from the start of this
-            run, skipped ones included.
+        step: The number of the step, from 1 on. The steps of each optimizer are counted from the start of
+            this run, including skipped steps.
         optimizer: The number of the optimizer, in the order of their first steps, and its type, as
             ``"0: AdamW"``.
         verdict: ``"landed"``, ``"overflow"``, ``"nan"``, ``"spike"`` or ``"held"``, as
             :attr:`amp_plugin.GradScaler.last_step`'s ``verdict``.
         skipped: True if the weights have not changed. A spike that was clipped is not skipped.
-        loss_scale: The loss scale that the gradients were made with; None if nothing is scaled.
+        loss_scale: The loss scale by which the loss was multiplied; None if no loss is scaled.
         norm: The norm of the unscaled gradients before clipping; None if it was not measured, or is not
             finite.
-        clipped_norm: The same norm after all clipping.
+        clipped_norm: The norm of the unscaled gradients after all clipping.
         value: The norm or loss that ``on_spike`` has judged; None without ``on_spike``.
-        limit: The largest value that would not have been a spike; None without ``on_spike`` and in its
-            warm-up.
-        parameters: The first five parameters whose gradients were not finite, those nearest the loss first.
-        seconds: The time since the step before, of any optimizer. For the first step it is the time since
-            the start of the log.
+        limit: The largest norm or loss that ``on_spike`` would have accepted; None without ``on_spike`` and
+            during its warm-up.
+        parameters: At most five parameters whose gradients were not finite. The parameters nearest the loss
+            come first.
+        seconds: The time since the previous step of any optimizer. For the first step it is the time since
+            the log was opened.
         time: The time when the step returned, in seconds since 1970.
     """
 
@@ -101,7 +101,7 @@ class StepRecord:
         )
 
     def numbers(self, prefix: str = "") -> dict[str, float]:
-        """Return a dict from name to number for a tracker: each known number, and ``skipped`` as 0 or 1."""
+        """Return a dict that maps names to numbers, for an experiment tracker. ``skipped`` is 0 or 1."""
         names = ("loss_scale", "norm", "clipped_norm", "value", "limit", "seconds")
         found = {name: getattr(self, name) for name in names} | {"skipped": float(self.skipped)}
         return {prefix + name: number for name, number in found.items() if number is not None}
@@ -112,19 +112,19 @@ class StepRecord:
 
 
 class StepRecorder:
-    """Make a record of each step of a log, and pass it on. Only rank 0 does.
+    """Make a StepRecord of each step, and write it to a file or call a function with it. Only rank 0 does.
 
-    If something fails here, there is one warning, and the run continues without records.
+    If writing a record fails, there is one warning, and training continues without records.
 
     Args:
-        to: Takes the records. A path gets a line of JSON for each record, and a function is called with each
-            record. With None, only the logger ``amp_plugin`` is told, at level INFO, of steps that were
-            skipped or clipped.
+        to: Where records go. To the file of a path one line of JSON is written for each record. A function
+            is called with each record. With None, the logger ``amp_plugin`` gets a message at level INFO for
+            each step that was skipped or clipped, and nothing is written.
     """
 
     def __init__(self, to: str | Path | Callable[[StepRecord], Any] | None) -> None:
         self._to = to if to is None or callable(to) else Path(to).absolute()
-        # Steps whose numbers are on their way to the host: events, and a function that makes the record.
+        # Steps whose numbers are being copied to the host: CUDA events, and a function that makes the record.
         self._waiting: deque[tuple[Sequence[torch.Event], Callable[[], StepRecord]]] = deque()
         self._last = time.time()  # the time of the step before
         self._is_on = True
@@ -135,7 +135,7 @@ class StepRecorder:
         atexit.register(_pass_last_on, weakref.ref(self))
 
     def hear(self, step: StepResult) -> None:
-        """Take a step that the host knows, and pass on the records whose numbers have arrived."""
+        """Record a step, once the host knows whether it was skipped."""
         if not self._is_on or rank_of_process():
             return
         is_news = (step.skipped or step.judged is not None) and NEWS.isEnabledFor(logging.INFO)
@@ -148,7 +148,10 @@ class StepRecorder:
             self.pass_on()
 
     def pass_on(self, *, wait: bool = False) -> None:
-        """Pass on the records whose numbers have arrived. With ``wait``, wait for all of them."""
+        """Write the records whose numbers have been copied to the host.
+
+        With ``wait``, wait for all copies.
+        """
         while self._waiting and (wait or all(event.query() for event in self._waiting[0][0])):
             events, make = self._waiting.popleft()
             for event in events if wait else ():
@@ -169,7 +172,7 @@ class StepRecorder:
 
 
 def news_of(record: StepRecord) -> str:
-    """Return one line for people about a step that was skipped or clipped."""
+    """Return one line of log text about a step that was skipped or clipped."""
     done = "was skipped" if record.skipped else "was clipped"
     why = {"overflow": "a gradient is infinite", "nan": "a gradient is nan"}.get(record.verdict, "")
     if record.verdict == "spike":
@@ -215,7 +218,7 @@ def _raise_again(_: logging.LogRecord) -> None:
 
 
 def _end_torn_line(path: Path) -> None:
-    """End the last line of a file if a killed run has left it without an end."""
+    """Write a newline at the end of a file if a run was killed while it wrote the last line."""
     if path.is_file() and path.stat().st_size:
         with path.open("rb+") as file:
             file.seek(-1, 2)
@@ -224,14 +227,14 @@ def _end_torn_line(path: Path) -> None:
 
 
 def _pass_last_on(recorder: Callable[[], StepRecorder | None]) -> None:
-    """Pass on the last records when the process ends."""
+    """Write the remaining records when the process ends."""
     if (known := recorder()) is not None:
         with only_warning("the log of steps", list):
             known.pass_on(wait=True)
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a log, oldest file first. Torn lines are left out.
+    """Return the records in a log file and in its older files, the oldest first. Broken lines are left out.
 
     Args:
         path: The path that was given as ``log=``.

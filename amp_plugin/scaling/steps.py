@@ -2,17 +2,17 @@
 
 ::
 
-    choose       a plan: one pass, fused or plain
-    measure      norm and found_inf of the gradients, in one read
-    combine      both numbers over all ranks
-    judge        with on_spike=: is the step a spike?
-    clip factor  if the step also clips
-    take         step unless found_inf is 1; only in a plain step does the host wait for it
-    close        the ledger records that the gradients carry nothing, and the result goes to the log
+    choose       Choose a plan: a step in one pass, a fused step or a plain step.
+    measure      Measure the norm of the gradients and found_inf in one read.
+    combine      Combine both numbers over all ranks.
+    judge        With on_spike=, decide whether the step is a spike.
+    clip factor  Compute the factor, if the step also clips.
+    take         Step unless found_inf is 1. The host waits for found_inf only in a plain step.
+    close        Record that the gradients are unscaled, and add the StepResult to the log.
 
-A step in one pass divides and clips the gradients while it reads them, and writes them back to ``.grad``.
-Before any other step, gradients are unscaled and clipped in place. Either way ``.grad`` is unscaled and
-clipped afterwards, even if the step was skipped.
+A step in one pass unscales and clips the gradients while it reads them, and writes them back to ``.grad``.
+Before a fused or plain step, gradients are unscaled and clipped in place. After every step ``.grad`` is
+unscaled and clipped, even if the step was skipped.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NOTHING_CHECKED = (
 def take_step(
     core: ScalerCore, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], clip: NormClip | None = None
 ) -> tuple[Any, StepResult]:
-    """Step as :meth:`amp_plugin.GradScaler.step` and :meth:`amp_plugin.GradScaler.clip_and_step` do."""
+    """Step an optimizer, for :meth:`amp_plugin.GradScaler.step` and ``clip_and_step``."""
     shared = core.shared
     if not (shared.enabled or shared.checks):
         return _take_unchecked(core, optimizer, args, kwargs, clip)
@@ -81,7 +81,7 @@ def take_step(
 def _take_after_closure(
     state: OptimizerState, closure: Callable[[], Any], call: Callable[[], Any], clip: NormClip | None
 ) -> tuple[Any, StepResult]:
-    """Run the closure, then step in one pass. Torch's own steps of these optimizers begin with it too."""
+    """Run the closure, then step in one pass. Torch's own steps of these optimizers run the closure first."""
     value, is_scaled = closures.run(state, closure), state.shared.enabled
     if is_scaled:
         state.shared.require_scale("step", state.params)
@@ -121,7 +121,10 @@ def _take(
 def take_step_by(
     core: ScalerCore, optimizer: Optimizer, maybe_step: Callable[[OptimizerState], Any]
 ) -> tuple[Any, StepResult]:
-    """Call a program's own step function if no gradient has overflowed. The host waits for the device."""
+    """Unscale and check gradients, and call the ``_maybe_opt_step`` of a program.
+
+    The host waits for the device.
+    """
     state = core.state(optimizer)
     if core.is_step_refused(state):
         raise RuntimeError(_NO_UPDATE)
@@ -137,7 +140,7 @@ def take_step_by(
 def _value(scales: set[Any]) -> Tensor | None:
     """Return the value of the only loss scale in ``scales``; None if the gradients carry nothing.
 
-    ``scales`` has an entry None for gradients that carry nothing. So if there is one entry, all gradients can
+    The set ``scales`` contains None if some gradients carry nothing. If it has one entry, all gradients can
     be divided by the same number.
     """
     scale = next(iter(scales), None)
@@ -145,17 +148,17 @@ def _value(scales: set[Any]) -> Tensor | None:
 
 
 def refuse_nothing_checked(core: ScalerCore, state: OptimizerState) -> None:
-    """Raise as torch.amp does if an optimizer has no gradient that can be checked.
+    """Raise AssertionError, as torch.amp does, if an optimizer has no gradient that can be checked.
 
-    Unlike in torch.amp, an optimizer may step without gradients if another optimizer has some, as in a GAN,
-    or if another rank may have some. Where the entry point scales all losses, it may also step in a batch
-    that has no loss.
+    Unlike in torch.amp, an optimizer may step without gradients if another optimizer has gradients, as in a
+    GAN, or if another rank may have gradients. Under Lightning and Accelerate it may also step in a batch
+    without a loss.
     """
     nothing = not state.found_inf_per_device and not state.ledger.has_gradients()
     has_no_loss = core.shared.scales_all and not state.is_awaited
     if not (core.shared.enabled and nothing) or has_no_loss or state.spans_ranks:
         return
-    core.refresh_joined()  # another optimizer may have got parameters with gradients
+    core.refresh_joined()  # parameters with gradients may have been added to another optimizer
     if not any(_has_checked(other) for other in core if other is not state):
         raise AssertionError(_NOTHING_CHECKED.format(kind=type(state.optimizer).__name__))
 
@@ -168,7 +171,7 @@ def _has_checked(state: OptimizerState) -> bool:
 def _take_unchecked(
     core: ScalerCore, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], clip: NormClip | None
 ) -> tuple[Any, StepResult]:
-    """Take torch's own step with torch's clip, because the options do not ask for a check of gradients."""
+    """Take torch's own step with torch's own clip, because no option asks for a check of gradients."""
     closure: Any = kwargs.get("closure")
     if clip is not None and closure is None:
         core.state(optimizer).replace_norm(clip.by_torch(params_of(optimizer)))
@@ -186,7 +189,7 @@ def _take_unchecked(
 
 
 def _take_closure(args: Any, kwargs: dict[str, Any]) -> tuple[Callable[..., Any] | None, Any, dict[str, Any]]:
-    """Return the closure among the arguments of ``step``, by keyword or by position."""
+    """Split the arguments of ``step`` into the closure, if there is one, and the other arguments."""
     if callable(kwargs.get("closure")):
         rest = dict(kwargs)
         return rest.pop("closure"), args, rest

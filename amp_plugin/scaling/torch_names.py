@@ -1,10 +1,10 @@
 """The attributes and methods of torch.amp.GradScaler that other code uses: getters, setters, private names.
 
 Lightning, Accelerate and others check ``isinstance(scaler, torch.amp.GradScaler)``. They read or write
-``_scale``, ``_device``, ``_lazy_init_scale_growth_tracker`` or ``_per_optimizer_states``. None of torch's own
-logic runs, because every method that changes something is overridden. A program's own ``_unscale_grads_`` or
-``_maybe_opt_step`` is called in the places in which torch.amp calls it. A write into
-``_per_optimizer_states`` changes our states.
+``_scale``, ``_device``, ``_lazy_init_scale_growth_tracker`` or ``_per_optimizer_states``. No code of
+torch's class changes anything here, because every such method is overridden. A program's own
+``_unscale_grads_`` or ``_maybe_opt_step`` is called where torch.amp calls it. A write into
+``_per_optimizer_states`` changes the states of this scaler.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _of_loss_scale(name: str) -> Any:
 
 
 class TorchNames(torch.amp.GradScaler):
-    """torch's getters, setters and private names over our loss scales and states."""
+    """torch's getters, setters and private attributes, which read and write our loss scales and states."""
 
     def _take_core(self, core: ScalerCore) -> None:
-        """Set the core, whose states torch's names show."""
+        """Set the ScalerCore, whose states are shown under torch's names."""
         self.core, self._records = core, OptimizerRecords(core)
 
     _enabled = property(
@@ -63,7 +63,7 @@ class TorchNames(torch.amp.GradScaler):
         """The default loss scale."""
         return self.core.shared.default
 
-    def is_enabled(self) -> bool:  # torch's would break the graph of a compiled step
+    def is_enabled(self) -> bool:  # torch's method would break the graph of a compiled step
         """Return whether losses are scaled. A disabled scaler still checks gradients and skips steps."""
         return self.core.shared.enabled
 
@@ -76,7 +76,10 @@ class TorchNames(torch.amp.GradScaler):
         self._dynamic("set_backoff_factor").backoff_factor = between("backoff_factor", new_factor, 0, 1)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval. If it has already passed, the scale grows at the next good step."""
+        """Set the growth interval.
+
+        If as many good steps are past, the scale grows after the next good step.
+        """
         self._dynamic("set_growth_interval").growth_interval = whole("growth_interval", new_interval)
 
     def _dynamic(self, method: str) -> LossScale:
@@ -108,33 +111,33 @@ _FOUND: Final = "found_inf_per_device"
 
 
 class OptimizerRecords(dict[int, "OptimizerRecord"]):
-    """torch's ``_per_optimizer_states``, computed from our states.
+    """torch's ``_per_optimizer_states``, computed from the OptimizerState objects of the scaler.
 
-    It maps the id of an optimizer to its stage and its overflows. Programs read it, write to it, empty it and
-    replace it. As in torch, an update empties it, and the overflows that it holds then decide about the loss
-    scale.
+    This dict maps the id of an optimizer to a record of its stage and its overflows. Programs read it, write
+    to it, clear it and replace it. As in torch, ``update()`` lowers the loss scale if a record has an
+    overflow, and then clears the dict.
     """
 
     def __init__(self, core: ScalerCore) -> None:
         super().__init__()
         self._core = core
-        # Entries that a program has written and that our states cannot hold. An update drops them.
-        # ``_own`` is by optimizer, and is empty if no record was used since the last update.
-        # ``_found`` holds overflows, by optimizer and stage.
+        # Entries that a program has written and that OptimizerState has no attribute for, until the next
+        # update. ``_own`` maps an optimizer's id to such entries. It is empty if no record was used since the
+        # last update. ``_found`` maps an optimizer's id and its stage to overflow flags.
         self._own: dict[int, dict[str, Any]] = {}
         self._found: dict[tuple[int, OptState], dict[Any, Tensor]] = {}
-        self._wrapped: dict[int, int] = {}  # maps the id of an optimizer to the id of the one inside
+        self._wrapped: dict[int, int] = {}  # maps the id of a wrapper to the id of the optimizer inside
 
     def own(self, key: int) -> dict[str, Any]:
-        """Return the entries of an optimizer that our own state of this optimizer does not contain."""
+        """Return the entries of a record for which OptimizerState has no attribute."""
         return self._own.setdefault(key, {})
 
     def state_of(self, key: int) -> OptimizerState | None:
-        """Return our state of an optimizer; None if the scaler does not know it."""
+        """Return the OptimizerState of an optimizer; None if the scaler does not know the optimizer."""
         return self._core.find_by_id(self._wrapped.get(key, key))
 
     def found(self, key: int, state: OptimizerState) -> dict[Any, Tensor]:
-        """Return a dict from device to overflow flag of an optimizer. A program may write to this dict."""
+        """Return a dict that maps each device to an overflow flag. A program may write to the dict."""
         if state.found_inf_per_device or state.stage is OptState.UNSCALED:
             return state.found_inf_per_device
         result = state.result if state.stage is OptState.STEPPED else None
@@ -142,13 +145,13 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         return self._found.setdefault((key, state.stage), found)
 
     def write_found(self, key: int, state: OptimizerState, found: dict[Any, Tensor]) -> None:
-        """Take overflows that a program has written."""
+        """Set the overflow flags that a program has written."""
         is_stepped = state.stage is OptState.STEPPED
         state.write_found({} if is_stepped else found)
         self._found[key, state.stage] = found
 
     def write_stage(self, key: int, state: OptimizerState, stage: OptState) -> None:
-        """Take a stage that a program has written. Overflows stay until the optimizer is unscaled again."""
+        """Set the stage that a program has written. Overflow flags are kept until the next unscaling."""
         found = self.found(key, state)
         self._found.pop((key, state.stage), None)
         state.write_stage(stage)
@@ -156,7 +159,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         self._found[key, stage] = found
 
     def meet(self, optimizer: Any) -> None:
-        """Note that an optimizer is used, and take the entries that the program has written before."""
+        """Use the entries that a program has written before the scaler knew the optimizer."""
         key = id(optimizer)
         written = self._own.get(key, {})
         values = {str(name): written.pop(name) for name in (_FOUND, _STAGE) if name in written}
@@ -166,10 +169,10 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         self[key].update(values)
 
     def settle(self, *, keep: bool) -> None:
-        """Use the overflows that the program has seen for the update, and empty the records.
+        """Let an update use the overflow flags in the records, and then clear the records.
 
         Args:
-            keep: True to use the overflows of a requested update too.
+            keep: True if an earlier update is still requested, whose overflows count too.
         """
         if self._own and len(self._core.shared.scales) == 1:
             for state in self._core:
@@ -182,7 +185,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         super().clear()
 
     def replace(self, records: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take the records by which a program replaces these."""
+        """Replace all records by those that a program has assigned."""
         given = {key: dict(record) for key, record in records.items()}
         for state in self._core:
             self[id(state.optimizer)]
@@ -192,7 +195,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
             self[key].update(record)
 
     def __missing__(self, key: int) -> OptimizerRecord:
-        """Return a record that follows our state, also of an optimizer that the scaler does not know yet."""
+        """Return a new record, as torch's defaultdict does, also for an unknown optimizer."""
         record = OptimizerRecord(self, key)
         super().__setitem__(key, record)
         return record
@@ -204,7 +207,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         self[key].update(given)
 
     def __delitem__(self, key: int) -> None:
-        """Forget the overflows, and let the optimizer unscale and step again."""
+        """Forget the overflows. Afterwards the optimizer may be unscaled and stepped again."""
         super().__delitem__(key)
         if (state := self.state_of(key)) is not None:
             self.write_stage(key, state, OptState.READY)
@@ -230,12 +233,12 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
             self.popitem()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[int, dict[str, Any]]:
-        """Copy into dicts, by which the records can be replaced later."""
+        """Copy into plain dicts. A program may assign the copy later to restore the records."""
         return {key: copy.deepcopy(dict(record), memo) for key, record in self.items()}
 
 
 class OptimizerRecord(MutableMapping[str, Any]):
-    """torch's record of one optimizer: ``"stage"``, the overflows, and entries that a program adds."""
+    """torch's record of one optimizer: stage, overflows by device, and entries that a program adds."""
 
     def __init__(self, records: OptimizerRecords, key: int) -> None:
         self._records, self._key = records, key

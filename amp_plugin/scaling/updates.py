@@ -1,10 +1,10 @@
-"""Changes the scale that gradients carry: when a scaled backward pass begins, and when the scale is updated.
+"""Multiplies scaled gradients by new/old if a backward pass has another loss scale, or if the scale changes.
 
-Only a backward pass from a scaled loss makes scaled gradients. Version counters do not show whether a user's
-clip or a backward pass has changed a gradient. Therefore a hook on the scaled output records each backward
-pass. It runs before any gradient of that pass exists.
+Only a backward pass from a scaled loss makes scaled gradients. A version counter does not tell a backward
+pass from a clip. Therefore a hook on the scaled loss records each backward pass. The hook runs before the
+pass makes any gradient of a parameter.
 
-``update()`` is a request. It is applied once no gradient depends on the old scale.
+``update()`` is a request. The scale changes once no gradient depends on the old scale.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FLOAT16_WAITS = (
 
 
 def watch(core: ScalerCore, output: Tensor, scale: LossScale) -> None:
-    """Put a hook on an ``output`` times ``scale`` that records backward passes; not under functorch."""
+    """Put a hook on a scaled loss that records its backward passes. Under functorch no hook is put on."""
     if not output.requires_grad or torch._C._functorch.maybe_current_level() is not None:
         return
     hook = partial(_begin, weakref.ref(core), scale, scale.change_from_now_on())
@@ -60,7 +60,10 @@ def watch(core: ScalerCore, output: Tensor, scale: LossScale) -> None:
 def _begin(
     core: weakref.ref[ScalerCore], scale: LossScale, change_since: Change, grad: Tensor
 ) -> Tensor | None:
-    """Begin the backward pass; correct its first gradient if the scale has changed since ``scale()``."""
+    """Record that a backward pass begins.
+
+    If the scale has changed since ``scale()``, correct the gradient.
+    """
     if (known := core()) is not None:
         _begin_backward(known, scale)
     change = change_since()
@@ -68,7 +71,7 @@ def _begin(
 
 
 def _begin_backward(core: ScalerCore, scale: LossScale) -> None:
-    """Prepare all gradients for a backward pass from an output scaled by a loss scale."""
+    """Prepare the gradients of all optimizers for a backward pass from a loss times this loss scale."""
     task = torch._C._current_graph_task_id()
     if core.last_scale is not None and task == core.last_task:
         if core.last_scale is not scale:
@@ -79,21 +82,21 @@ def _begin_backward(core: ScalerCore, scale: LossScale) -> None:
     again = [state for state in core if state.stage is OptState.UNSCALED and None in state.scales_carried()]
     for state in core:
         state.begin_backward(scale)
-    # Queued twice, so that it runs after the callbacks that DDP and FSDP queue in the backward pass.
+    # Queued twice, so that it runs after callbacks that DDP and FSDP queue during the backward pass.
     if again:
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(partial(_unscale_again, again)))
 
 
 def _unscale_again(states: list[OptimizerState]) -> None:
-    """Unscale gradients again that were unscaled before a backward pass in mid-window added to them."""
+    """Unscale gradients again, because a backward pass between ``unscale_`` and the step added to them."""
     for state in states:
         if state.stage is OptState.UNSCALED:
             state.measure(unscale=True)
 
 
 def request(core: ScalerCore) -> None:
-    """Request an update. It is applied at once if no gradient depends on the old scale."""
+    """Request an update of the loss scales. If no gradient depends on the old scale, apply it at once."""
     if not core.shared.has_checked:
         is_awaited = core.last_scale is not None and all(state.is_awaited for state in core)
         why = _NO_STEP.format(step=core.shared.words.step) if is_awaited else _NO_BACKWARD
@@ -104,7 +107,7 @@ def request(core: ScalerCore) -> None:
 
 
 def settle(core: ScalerCore, *, force: bool) -> None:
-    """Apply a requested update, unless gradients depend on the old scale."""
+    """Apply a requested update, unless gradients still depend on the old scale. ``force`` converts them."""
     if not core.awaits_update or (not force and core.delays_update()):
         return
     joined = core.refresh_joined()
@@ -117,7 +120,7 @@ def settle(core: ScalerCore, *, force: bool) -> None:
 
 
 def set_scale(core: ScalerCore, new_scale: float | Tensor) -> None:
-    """Set all loss scales now, and convert the gradients that carry one."""
+    """Set all loss scales at once, and multiply scaled gradients by new/old."""
     value = _checked(new_scale)
     with set_by_hand(core, f"update({new_scale!r})"):
         core.shared.count_update()
@@ -128,10 +131,10 @@ def set_scale(core: ScalerCore, new_scale: float | Tensor) -> None:
 
 @contextmanager
 def set_by_hand(core: ScalerCore, call: str) -> Iterator[None]:
-    """Use the loss scales that the block sets, and convert the gradients that carry one.
+    """Let the block set loss scales, and then multiply scaled gradients by new/old.
 
     Raises:
-        RuntimeError: there are scaled float16 gradients, which cannot be converted.
+        RuntimeError: There are scaled float16 gradients, which would lose small numbers.
     """
     for name in _float16_names(core):
         raise RuntimeError(_FLOAT16_WAITS.format(call=call, name=name))
@@ -141,7 +144,7 @@ def set_by_hand(core: ScalerCore, call: str) -> Iterator[None]:
 
 @contextmanager
 def _changing(core: ScalerCore) -> Iterator[None]:
-    """In the block the loss scales change. Afterwards convert the gradients that carry one."""
+    """Let the block change loss scales, and then multiply scaled gradients by new/old."""
     before = [(scale, scale.edition, scale.snapshot()) for scale in core.shared.used_scales()]
     yield
     core.await_update(False)
@@ -153,7 +156,7 @@ def _changing(core: ScalerCore) -> Iterator[None]:
 
 
 def _float16_names(core: ScalerCore, *, pending: bool = False) -> Iterator[str]:
-    """Yield the names of scaled float16 gradients; with ``pending``, of those that wait for a step."""
+    """Yield the names of scaled float16 gradients. With ``pending``, skip optimizers that need not step."""
     for state in core:
         for scale, params, _ in state.parts() if not pending or state.ledger.waits() else ():
             param = None if scale is None else first_float16(params)
@@ -162,7 +165,7 @@ def _float16_names(core: ScalerCore, *, pending: bool = False) -> Iterator[str]:
 
 
 def is_watched(output: object) -> bool:
-    """Return whether an object is a scaled loss."""
+    """Return whether an object is a scaled loss, which has our hook."""
     hooks = getattr(output, "_backward_hooks", None) or {}
     return any(isinstance(hook, partial) and hook.func is _begin for hook in hooks.values())
 

@@ -1,7 +1,7 @@
-"""How the user of an entry point spells the calls that error texts name.
+"""The calls that error texts name, as the user of an entry point writes them.
 
-The core knows no framework. An adapter passes the words of its users in, so that an error names calls
-which the program at hand can make.
+The scaler does not know whether Lightning, Accelerate or a plain loop uses it. Each adapter passes its own
+calls, so that an error names a call that the user's program can make.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ class Words:
     """The calls of one entry point, as its user writes them.
 
     Attributes:
-        backward: Runs backward on a scaled loss.
-        unscale: Unscales the gradients of an optimizer.
-        step: Steps it.
-        prepare: Makes it known to the scaler.
-        bf16: Trains in bfloat16, without a loss scale.
-        endless: The option that raises the limit of skipped steps in a row, after which a run ends.
-        reduce: Reduces gradients in 16 bits where DistributedDataParallel reduces them.
+        backward: The call that runs backward on a scaled loss.
+        unscale: The call that unscales the gradients of an optimizer.
+        step: The call that steps an optimizer.
+        prepare: The call that makes an optimizer known to the scaler.
+        bf16: How to train in bfloat16, which needs no loss scale.
+        endless: The option that says after how many skipped steps in a row a run ends.
+        reduce: How DistributedDataParallel is made to reduce gradients in 16 bits.
     """
 
     backward: str = "scaler.scale(loss).backward()"
