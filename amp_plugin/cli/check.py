@@ -31,8 +31,8 @@ def check(
 ) -> None:
     """Find mistakes with mixed precision in Python source.
 
-    The exit code is 1 if there are mistakes, and 2 if a file cannot be parsed. The files are not run, and
-    torch is not imported. Settings are read from the table [tool.amp-plugin.check] of pyproject.toml. The
+    The exit code is 1 if mistakes are found, and 2 if a file cannot be parsed. The files are not run, and
+    torch is not imported. Settings are read from the table [tool.amp-plugin.check] in pyproject.toml. The
     comment `# amp: ignore[AMP001]` silences a line.
     """
     from amp_plugin.check import checker, formats  # noqa: PLC0415 - only this command needs it

@@ -34,7 +34,7 @@ _DEFAULT: Final = "fp16"  # the precision to plan for if the user gives none
 
 
 def examine(precision: str | None, device_type: str) -> dict[str, Any]:
-    """Return the whole report as a dict that JSON can hold.
+    """Return the whole report as a JSON-serializable dict.
 
     If ``precision`` is None, the plan is for the default precision.
     """

@@ -55,7 +55,7 @@ def gap(
     from amp_plugin.tuning.gap import Gap, close_gap  # noqa: PLC0415 - loads torch
     from amp_plugin.tuning.workload import Script as Trainer  # noqa: PLC0415 - loads torch
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise torch's profiler prints when it starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps torch's profiler quiet
     program = program_of(script, as_module=as_module, core_for="gap")
     try:
         goal = Gap(rollout, temperature=temperature, top_p=top_p, dtype=DTYPES[dtype], batch_size=batch_size)

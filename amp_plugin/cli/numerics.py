@@ -45,7 +45,7 @@ def diagnose(
     rows: Annotated[int, typer.Option(min=1, help="The number of rows of the table of errors.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Run a script and name the first op that makes a harmful nan or inf.
+    """Run a script and name the first op that produces a harmful nan or inf.
 
     A nan or inf is harmful if it reaches a loss, a gradient or a weight. The exit code is 1 if there is one.
     """
@@ -161,8 +161,8 @@ def compare(
 ) -> None:
     """Name the first result in which two recorded runs differ.
 
-    A run of one process can be compared with a run on several ranks. For this, the shards, partial sums and
-    replicas of all ranks are combined.
+    A run of one process can be compared with a run on several ranks. The shards, partial sums and replicas of
+    all ranks are combined before the comparison.
 
     The exit code is 1 if the runs differ by more than rounding, or if ranks of one run differ where they must
     agree. The exit code is also 1 if a rank is missing or was cut off.

@@ -1,4 +1,4 @@
-"""Define the commands about op rules, which are `rules show`, `rules diff` and `tune`."""
+"""Define the commands for op rules: `rules show`, `rules diff` and `tune`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _table(title: str, *columns: str) -> Table:
 def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
     """Return the set of rules that each word names. All sets are for one device type.
 
-    If no device type is given, it is that of a rules file or, without a file, this machine's accelerator.
+    The default device type is that of a rules file or, without a file, that of this machine's accelerator.
     """
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
     from amp_plugin.hardware import default_device  # noqa: PLC0415 - loads torch
@@ -97,7 +97,7 @@ def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
 
 
 def _share(given: str) -> float:
-    """Return a percentage or fraction as a number. ``5%`` and ``0.05`` both give 0.05."""
+    """Convert a percentage or fraction to a number. ``5%`` and ``0.05`` both give 0.05."""
     number = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)", str(given).strip())
     if number is None:
         msg = f"{given!r} is not a percentage or a fraction; give 5% or 0.05"
@@ -147,7 +147,7 @@ def tune(
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find op rules that save memory or casts or avoid an overflow, and write them to a file.
+    """Find op rules that save memory, save casts or avoid an overflow, and write them to a file.
 
     The script runs about fifty times in a copy of this folder, each time up to its first backward passes. The
     script's output is dropped. Autocast blocks in the script must not set rules themselves.
@@ -164,7 +164,7 @@ def tune(
     from amp_plugin.hardware import default_device  # noqa: PLC0415 - loads torch
     from amp_plugin.tuning import rehearsal, tune, workload  # noqa: PLC0415 - loads torch
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise torch's profiler prints when it starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps torch's profiler quiet
     program = program_of(script, as_module=as_module, core_for="tune")
     try:
         if plot is not None:

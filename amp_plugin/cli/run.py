@@ -81,7 +81,7 @@ def run(
 
 @contextmanager
 def _noted(errors: list[BaseException]) -> Iterator[None]:
-    """Append the error that leaves the block to ``errors``."""
+    """Append an error that is raised in the block to ``errors``, and raise it again."""
     try:
         yield
     except BaseException as error:
@@ -97,7 +97,7 @@ def report(
     rules: Rules = None,
     as_module: AsModule = False,
 ) -> None:
-    """Run a script and write a run report, an HTML file, that is kept up to date.
+    """Run a script and write a run report, an HTML file that is kept up to date.
 
     The report shows the loss scale, skipped steps, gradient norms, and how near gradients come to overflow.
     For skipped steps, the report names the module in which the inf or nan arose. The script runs as with

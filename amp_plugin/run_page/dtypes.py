@@ -83,7 +83,7 @@ class Survey:
     def dtype_of(self, module: str) -> torch.dtype:
         """Return the dtype in which a module's gradients are computed.
 
-        Gradients have the dtype of the module's results. If that dtype is not known, the dtype of the
+        A module's gradients have the dtype of its results. If that dtype is not known, the dtype of the
         autocast region counts.
         """
         lowest = next((state.dtype for state in self._states if state.enabled), torch.float32)

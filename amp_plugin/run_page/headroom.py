@@ -44,7 +44,7 @@ def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Para
 
 
 class Headroom:
-    """The measurements of the gradients of models."""
+    """Measures the gradients of models during a run."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         rows: dict[str, int] = {}
@@ -96,7 +96,7 @@ class Headroom:
         self._add(step, nothing.scatter_reduce(0, rows, norms, "amax", include_self=False), zeros)
 
     def _add(self, step: int, largest: Tensor, zeros: Tensor) -> None:
-        """Add a column to the map. If the map is full, each two neighbouring columns are merged first."""
+        """Add a column to the map. If the map is full, neighbouring columns are first merged in pairs."""
         if len(self.first) == _MOST_COLUMNS:
             self.first, self.last = self.first[::2], self.last[1::2]
             self._largest = torch.fmax(self._largest[:, ::2], self._largest[:, 1::2])
@@ -107,7 +107,7 @@ class Headroom:
         self._zeros = torch.cat([self._zeros, zeros[:, None]], dim=1)
 
     def bits(self, dtypes: Mapping[str, torch.dtype]) -> Tensor:
-        """Return how often the largest gradient could double before it overflows, as modules x columns.
+        """Return how many times the largest gradient could double before it overflows (modules x columns).
 
         An entry of -1 means that the gradient has overflowed.
         """
@@ -163,5 +163,5 @@ def _times_made(result: StepResult) -> float:
 
 
 def shown(value: Tensor | float | None, digits: str = ".5g") -> float | None:
-    """Return a number rounded to the given digits, or None if it is not finite."""
+    """Return a number rounded to the given number of digits, or None if it is not finite."""
     return None if value is None or not math.isfinite(value) else float(format(float(value), digits))

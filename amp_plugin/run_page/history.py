@@ -36,10 +36,10 @@ class Skip:
     step: int  # the number of the step in the step log
     optimizer: str
     scale: float | None  # the loss scale; None if the loss is not scaled
-    in_a_row: int  # the number of skipped steps in a row, including this one
+    in_a_row: int  # the number of consecutive skipped steps, including this one
     report: OverflowReport
     loss: float | None
-    lowering_helps: bool = True  # False if the skips go on far below a loss scale that worked before
+    lowering_helps: bool = True  # False if skips continue far below a loss scale that worked before
 
     @property
     def parameters(self) -> str:
@@ -84,7 +84,7 @@ class History:
         self.skips: list[Skip] = []  # the first _MOST_SKIPS skipped steps
         self.per_point = 1  # every this many steps, one step becomes a point of the curves
         self._points: list[Point] = []
-        # The optimizers whose steps are skipped again and again although the loss scale falls.
+        # The optimizers whose steps keep being skipped although the loss scale falls.
         self._unhelped: set[str] = set()
         # Maps an optimizer to the loss scale of its last step that was not skipped.
         self._landed_at: dict[str, float] = {}
@@ -100,7 +100,7 @@ class History:
             self._losses.append(loss.detach())
 
     def add(self, result: StepResult, overflowed: OverflowReport | None) -> None:
-        """Add a step of which the host knows whether it was skipped.
+        """Add a step, once the host knows whether it was skipped.
 
         If the step was skipped, ``overflowed`` names the gradients that were not finite.
         """
@@ -138,7 +138,7 @@ class History:
             self._note_help(result.name, after=number - result.in_a_row, helps=False)
 
     def _note_help(self, optimizer: str, *, after: int, helps: bool) -> None:
-        """Record whether a lower loss scale helps against the skips of an optimizer after step ``after``."""
+        """Record whether a lower loss scale would prevent an optimizer's skips after step ``after``."""
         if helps and optimizer not in self._unhelped:
             return
         (self._unhelped.discard if helps else self._unhelped.add)(optimizer)
@@ -149,7 +149,7 @@ class History:
 
     @property
     def finding_scale(self) -> list[Skip]:
-        """The skipped steps at the beginning of a run, in which the scaler finds the loss scale.
+        """The skipped steps at the beginning of a run, while the scaler searches for the loss scale.
 
         The list is empty if all steps were skipped.
         """
@@ -165,7 +165,7 @@ class History:
 
     @property
     def spikes(self) -> int:
-        """The number of steps in ``skips`` that were skipped because of a spike of the gradient norm."""
+        """The number of steps in ``skips`` that were skipped because of a spike in the gradient norm."""
         return sum(skip.is_spike for skip in self.skips)
 
     @property

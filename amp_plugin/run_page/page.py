@@ -1,4 +1,4 @@
-"""Render the run report as a single HTML text that needs no other files."""
+"""Render the run report as a single HTML string that needs no other files."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def _steps(alt: Any, column: str) -> Any:
 
 
 def _has_alone(curves: dict[str, list[Any]], columns: list[str], base: int | None) -> bool:
-    """Return whether any point stands between two gaps.
+    """Return whether any point of a curve lies between two gaps.
 
     A chart layer for lone points is only drawn if there are any, because a layer without points has no
     extent.

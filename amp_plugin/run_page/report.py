@@ -1,4 +1,4 @@
-"""Write an HTML file, the run report, about a run's numerics while the run goes on."""
+"""Write the run report, an HTML file about a run's numerics, during the run."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class RunReport:
         return replace(report, inf=inf, nan=nan, named=report.named or not {*inf, *nan} & {*numbered})
 
     def _try_to_write(self) -> None:
-        """Write the file. If this fails, for example because the disk is full, give a warning."""
+        """Write the file. If it cannot be written, for example because the disk is full, give a warning."""
         if self._writes:
             with only_warning(self._name, self._give_up):
                 self.write()
@@ -250,15 +250,15 @@ def report(scaler: Any, model: nn.Module, path: str | Path = "run.html") -> RunR
     Args:
         scaler: The object through which the program steps its optimizers, which is a GradScaler, a Fabric or
             Trainer plugin, or an AmpAccelerator. In bf16 and fp32, use a GradScaler with ``enabled=False``.
-        model: The model that is trained. The report uses the names of its modules.
-        path: The path of the HTML file. If another run is writing to it, this run takes the next free name,
-            such as ``run-2.html``. Only rank 0 writes the file.
+        model: The model that is trained. Its module names appear in the report.
+        path: The path of the HTML file. If another run is writing to this file, the report takes the next
+            free name, such as ``run-2.html``. Only rank 0 writes the file.
 
     Returns:
         A context manager, whose attribute ``path`` is the path of the HTML file.
 
     Raises:
-        ImportError: A package of the extra ``report`` is not installed.
+        ImportError: A package of the pip extra ``report`` is not installed.
 
     Example:
         >>> import tempfile
@@ -317,9 +317,9 @@ def program_page(path: Path, program: str) -> Iterator[None]:
 
     At the end, the path of the report is printed.
 
-    The report takes its steps from a scaler, plugin or accelerator of this package. If there are several
-    scalers, the last one made before the model is first called counts. If the program has none, the report
-    watches all optimizer steps, just before they are taken.
+    The report takes its steps from a scaler, plugin or accelerator of this package. If there are several, the
+    report uses the last one made before the model is first called. If there are none, the report watches all
+    optimizer steps, just before they are taken.
     """
     logs: list[weakref.ref[StepLog]] = []
     pages: list[RunReport] = []
