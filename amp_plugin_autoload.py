@@ -9,7 +9,7 @@ import os
 
 
 def bind() -> None:
-    """Apply the variables ``AMP_PLUGIN_RULES`` and ``AMP_PLUGIN_TAKEOVER``.
+    """Apply the environment variables ``AMP_PLUGIN_RULES`` and ``AMP_PLUGIN_TAKEOVER``.
 
     If the amp_plugin installation is broken, this function only prints a line. If a variable has an invalid
     value, OptionError is raised, because the user has set the variable.

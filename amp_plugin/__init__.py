@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from amp_plugin.weights.store import restore_weights as restore_weights
     from amp_plugin.weights.store import store_weights as store_weights
 
-# The commit of a release removes ".dev0", and the next commit sets the next version with ".dev0".
+# A release commit removes ".dev0", and the next commit sets the next version with ".dev0".
 __version__ = "0.4.0.dev0"
 
 _NAMES = {  # maps modules to their public names

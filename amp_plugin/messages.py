@@ -36,7 +36,7 @@ def did_you_mean(
 class OptionError(ValueError, TypeError):
     """An option has a value that is not allowed.
 
-    The error is also a TypeError, because releases before 0.4 raised TypeError for values of a wrong type.
+    The error is also a TypeError, because releases before 0.4 raised TypeError for values of the wrong type.
 
     Attributes:
         option: the option's name.

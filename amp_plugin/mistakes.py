@@ -1,4 +1,4 @@
-"""Defines the texts about known mistakes with mixed precision, for checks and error messages.
+"""Describes known mistakes with mixed precision, for checks and error messages.
 
 ``amp-plugin check`` finds these mistakes in source code. Errors and warnings at run time use the same texts.
 """

@@ -56,7 +56,7 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def known_precision(given: object) -> PrecisionName | None:
-    """Return amp_plugin's name of a precision, or None if the name, dtype or number is unknown."""
+    """Return amp_plugin's name for a precision, or None if the name, dtype or number is unknown."""
     name = str(given).removeprefix("torch.")
     return cast("PrecisionName", name) if name in DTYPES else OTHER_NAMES.get(name)
 
@@ -64,7 +64,7 @@ def known_precision(given: object) -> PrecisionName | None:
 def checked_precision(
     option: str, given: object, *, words: Any = DTYPES, weights_in: str = "weights={!r}"
 ) -> PrecisionName:
-    """Return amp_plugin's name of a precision. Raise OptionError if the precision is not allowed."""
+    """Return amp_plugin's name for a precision. Raise OptionError if the precision is not allowed."""
     known = known_precision(given)
     if known is not None:
         return known
@@ -94,7 +94,7 @@ def checked_precision(
 
 
 def checked_training_precision(given: object) -> TrainingPrecision:
-    """Return amp_plugin's name of a training precision. Raise OptionError if it is unknown."""
+    """Return amp_plugin's name for a training precision. Raise OptionError if it is unknown."""
     if str(given) in {"fp8", "transformer-engine", "float8"}:
         return "fp8"
     if isinstance(given, str) and (given == "auto" or given in BELOW_16_BITS):
@@ -110,7 +110,7 @@ def weights_meant(precision: object, weights: WeightsName) -> WeightsName:
 
 
 def checked_word(option: str, given: Any, words: Any) -> Any:
-    """Return the word of a Literal that ``given`` (a word or torch.dtype) means, or raise OptionError."""
+    """Return the word of a Literal that matches ``given`` (a word or dtype), or raise OptionError."""
     known, allowed = known_precision(given), get_args(words)
     name = known if isinstance(given, torch.dtype) else given
     if name in allowed:

@@ -80,7 +80,7 @@ def run_program(
     *,
     expected: type[BaseException] | tuple[type[BaseException], ...] = (),
 ) -> tuple[int, bool]:
-    """Run a file or module as the main program. Print an error of the program as Python would.
+    """Run a file or module as the main program. Print an error in the program as Python would.
 
     ``__main__``, ``sys.argv`` and ``sys.path`` are not restored here, because threads and atexit handlers of
     the program run after its last line. :func:`main_restored` restores them.
@@ -166,7 +166,7 @@ def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _print_error(error: BaseException, script: Path) -> None:
-    """Print an error by ``sys.excepthook``, with the traceback beginning at the program's first frame."""
+    """Print an error with ``sys.excepthook``, in a traceback that begins at the program's first frame."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
         frames = frames.tb_next

@@ -26,7 +26,7 @@ def register_quiet_hook(optimizer: Optimizer | None, hook: Callable[..., Any]) -
 
     Args:
         optimizer: The optimizer, or None for all optimizers.
-        hook: A hook like those for :meth:`torch.optim.Optimizer.register_step_pre_hook`.
+        hook: The hook, as for :meth:`torch.optim.Optimizer.register_step_pre_hook`.
 
     Returns:
         A handle that removes the hook.

@@ -53,8 +53,8 @@ class IgnitePrecision(EntryPoint):
 
     After each optimizer step, ``engine.state.metrics`` contains ``loss_scale``, ``skipped_steps`` and
     ``grad_norm``, for any logger or progress bar. To save the loss scale, add the IgnitePrecision object to a
-    ``Checkpoint``, as in ``{"model": model, "optimizer": optimizer, "trainer": trainer, "amp": amp}``. If the
-    engine raises, call :meth:`end`.
+    ``Checkpoint``, as in ``dict(model=model, optimizer=optimizer, trainer=trainer, amp=amp)``. If the engine
+    raises, call :meth:`end`.
 
     Args:
         {options}

@@ -1,4 +1,4 @@
-"""Reads options from environment variables and a YAML file, for options that a program does not set."""
+"""Reads options from environment variables and a YAML file. Options set by the program come first."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def resolved(
         stated: the options that the program sets, as pairs of a source's name and a dict from option to
             value. If several sources set an option, the first one wins.
         environment: the environment variables, which can set options that the program does not set.
-        door: the framework's name, for the warning about an option without effect there.
+        door: the framework's name, for the warning about an option that has no effect in this framework.
 
     Raises:
         OptionError: a value is not allowed. The error names the source that set it.

@@ -90,12 +90,12 @@ def anomalies_explained(scaler: Any) -> Iterator[None]:
 
 
 class GradientOrigins:
-    """Records which gradients were computed by a backward pass inside :meth:`inside`, by means of hooks."""
+    """Uses hooks to record which gradients a backward pass inside :meth:`inside` has computed."""
 
     def __init__(self) -> None:
         # The parameters that the backward pass in the block has reached, or None outside a block.
         self._reached: list[Tensor] | None = None
-        # Gradients that a backward pass in a block computed, with their versions.
+        # The gradients that backward passes in blocks have computed, with their version counters.
         self._inside: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._outside: dict[int, weakref.ref[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
@@ -163,7 +163,7 @@ class GradientOrigins:
         return made is not None and grad is not None and made() is grad and version == grad._version
 
     def is_from_outside(self, param: Tensor) -> bool:
-        """Return whether a backward pass outside the blocks computed ``param.grad`` or added to it."""
+        """Return whether a backward pass outside any block computed ``param.grad`` or added to it."""
         made = self._outside.get(id(param))
         return made is not None and param.grad is not None and made() is param.grad
 

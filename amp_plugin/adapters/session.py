@@ -5,8 +5,8 @@ An entry point such as AmpPrecision only translates calls from its framework int
 - ``Session(options, words=...)`` takes the options, and the names of the framework's calls for error
   messages.
 - ``set_up_weights(model)`` is called before the model is wrapped or moved.
-- ``begin(device, groups)`` is called once the device is known. This call activates op rules and places the
-  scaler.
+- ``begin(device, groups)`` is called once the device is known. ``begin`` activates op rules, and tells the
+  scaler the device.
 - ``add(models, optimizers)`` passes parameter names to the scaler, and sets the dtypes of optimizer states.
 - ``region()``, ``backward()`` and ``step()`` make up an optimizer step.
 - ``end()`` restores float32 weights and the earlier op rules, and ends the run page.
@@ -73,8 +73,8 @@ class Session:
 
     Args:
         options: the options of the entry point, checked.
-        precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"auto"``, or a format below 16 bits. It is ``"fp32"``
-            if another engine, such as DeepSpeed, does the casting.
+        precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"auto"``, or a format below 16 bits. The value is
+            ``"fp32"`` if another engine, such as DeepSpeed, does the casting.
         words: how error messages spell the entry point's calls, such as ``optimizer.step()``.
         sources: maps each option that was set to its source, such as an environment variable.
         enabled: False scales no loss, not even in fp16.
@@ -139,7 +139,7 @@ class Session:
         self._ends_watch: Any = None  # at the end of the process
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out everything that belongs to the current run."""
+        """Leave the state of the current run out of copies and pickles."""
         own = {**vars(self), "at_end": ExitStack(), "_stepped": set(), "_seen": []}
         own |= {"_watch": None, "_ends_watch": None}
         del own["models"]
@@ -325,11 +325,11 @@ class Session:
     def set_up_weights(self, model: nn.Module, fp32_modules: Sequence[str] = ()) -> bool:
         """Store a model's weights as the option ``weights`` specifies, before the model is wrapped or moved.
 
-        The end of a run makes the weights float32. After that, ``set_up_weights`` may be called again.
+        ``set_up_weights`` may be called again after a run has ended, which makes the weights float32.
 
         Returns:
-            True if the model's weights were in 16 bits before they were set up. Any checkpoint loaded into
-            them earlier was rounded to 16 bits.
+            True if the model's weights were in 16 bits before they were set up. A checkpoint loaded into the
+            model earlier was rounded to 16 bits.
         """
         weights = self.options.weights
         stores = weights != "fp32"
@@ -408,7 +408,7 @@ class Session:
 
     @property
     def scaler(self) -> GradScaler:
-        """The scaler in use. If no loss is scaled, it is a disabled scaler that only counts steps.
+        """The scaler in use. If no loss is scaled, the scaler is disabled and only counts steps.
 
         The scaler is created at first use, because creating it loads the native core.
         """
@@ -559,9 +559,8 @@ class Session:
         """Return the gradient norms (unscaled, before clipping) of the steps since the last call.
 
         Returns:
-            A dict with the key ``grad_norm`` and the norm (float32, 0-dim). If there are several optimizers,
-            the keys are ``grad_norm/0``, ``grad_norm/1`` and so on. If no optimizer has stepped, the result
-            is None.
+            A dict from ``grad_norm`` to the norm (float32, 0-dim). If there are several optimizers, the keys
+            are ``grad_norm/0``, ``grad_norm/1`` and so on. If no optimizer has stepped, the result is None.
         """
         last = [self.scaler.core.result_of(torch_optimizer(optimizer)) for optimizer in optimizers]
         before = [seen() for seen in self._seen]
@@ -672,7 +671,7 @@ class EntryPoint:
 
     @property
     def _scaler(self) -> GradScaler:
-        """The scaler in use. If no loss is scaled, it is a disabled scaler."""
+        """The scaler in use. If no loss is scaled, the scaler is disabled."""
         return self.session.scaler
 
     @property
@@ -705,7 +704,7 @@ class EntryPoint:
         return self._scaler.core.result_of(torch_optimizer(optimizer))
 
     def landed(self, optimizer: Optimizer, *, wait: bool = True) -> bool:
-        """Return True if an optimizer's last step was not skipped, as does ``GradScaler.landed()``."""
+        """Return True if an optimizer's last step was not skipped. See ``GradScaler.landed()``."""
         return self._scaler.landed(torch_optimizer(optimizer), wait=wait)
 
     def grad(
@@ -732,7 +731,7 @@ class EntryPoint:
 
 
 def endless_skips(step: StepResult, words: Words, growth: WeightGrowth) -> RuntimeError:
-    """Return the error for a run that skips all steps. It names parameters, a remedy, and a command.
+    """Return the error for a run that skips all steps, with parameters, a remedy and a command.
 
     If the weights have grown, the remedy is a lower learning rate. A wider dtype would only delay the
     overflow.

@@ -64,7 +64,7 @@ class _StandsIn(ABCMeta):
     """
 
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
-        """Create a subclass. If it overrides torch's private methods, derive it from torch's class."""
+        """Create a subclass, which derives from torch's class if it overrides torch's private methods."""
         mixins = (kind for base in bases for kind in base.__mro__ if not issubclass(kind, _TORCHS))
         if any(_PRIVATE & names.keys() for names in (namespace, *map(vars, mixins))):
             bases = tuple(vars(base).get("_stands_for", base) for base in bases)

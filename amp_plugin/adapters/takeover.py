@@ -173,7 +173,10 @@ class Takeover:
         self._say(f"--precision auto is {choice.precision}: {choice.reason}")
 
     def _rules(self) -> OpRules | None:
-        """Return the op rules of the given file. If they cannot be used, print why and end the process."""
+        """Return the op rules of the given file.
+
+        If the file cannot be used, the method prints the error and ends the process.
+        """
         if self._rules_file is None:
             return None
         from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
@@ -277,7 +280,7 @@ class Takeover:
         os.environ.update(given)
 
     def _scaling_noted(self, kind: Any) -> AbstractContextManager[object]:
-        """Record whether the program makes an amp_plugin scaler, and whether any of them is enabled."""
+        """Record whether the program makes amp_plugin scalers, and whether any of them is enabled."""
         original = kind.__init__
 
         @functools.wraps(original)
@@ -360,7 +363,7 @@ class Takeover:
         self._say(f"{finding.headline}, at {finding.caller or finding.place}: {finding.advice}")
 
     def _note(self, made: str) -> None:
-        """Record a new Accelerator, Trainer or Fabric. Each of them creates a scaler if it needs one."""
+        """Record a new Accelerator, Trainer or Fabric, which creates a scaler if it needs one."""
         self._made[made], self._scales, self._uses_framework = None, True, True
 
     def _note_scaler(self, scaler: Any) -> None:
@@ -379,7 +382,10 @@ class Takeover:
 def when_imported(
     actions: Mapping[str, Callable[[ModuleType], AbstractContextManager[object]]],
 ) -> Iterator[None]:
-    """Enter a module's context when the module is imported, or now if it has been. Exit all at the end."""
+    """Enter each module's context once the module is imported, or now if it already is imported.
+
+    All contexts are exited at the end.
+    """
     with ExitStack() as undo:
 
         def act(module: ModuleType) -> None:

@@ -44,7 +44,7 @@ def bound_autocast(
 ) -> Iterator[Counter[tuple[str, torch.dtype]]]:
     """Make ``torch.autocast`` follow ``rules``, and use ``dtype`` in blocks without a dtype.
 
-    The context yields a Counter of enabled blocks by device type and dtype. ``on_first`` is called at the
+    The context yields a Counter of enabled blocks by device type and dtype. ``on_first`` is called for the
     first block with each pair of device type and dtype. ``name`` is the name of the rules file. If no block
     or region has read the rules by the end, the main process prints a warning.
     """

@@ -67,7 +67,7 @@ class CastTotals:
 
     Attributes:
         casts: the number of casts made.
-        cached: how often the result of an earlier cast was reused.
+        cached: how many times the result of an earlier cast was reused.
         elements: the number of elements that were cast. Cached casts are not counted.
         bytes: the bytes that the casts read and wrote.
     """
@@ -265,7 +265,7 @@ class CastLog:
 
         Args:
             by: ``"cast"`` gives one row for each combination of module, op, argument and dtypes. ``"module"``
-                and ``"op"`` give one row for each module or op.
+                gives one row for each module, and ``"op"`` gives one row for each op.
 
         Raises:
             ValueError: ``by`` has any other value.

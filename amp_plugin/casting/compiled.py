@@ -106,7 +106,7 @@ def _traced(*made_with: Any) -> TracedRegion:
 
 
 def teach_dynamo(kind: type[torch.autocast]) -> None:
-    """Make Dynamo trace regions that were created outside of compiled code, and restart its trace.
+    """Make Dynamo trace regions that were created outside compiled code, and restart tracing.
 
     Dynamo treats instances of subclasses of ``torch.autocast`` like torch's own blocks, so it would drop the
     rules of a region. However, Dynamo first looks up a table of types, to which ``teach_dynamo`` adds

@@ -33,7 +33,7 @@ def custom_fwd(
     because it sets its attributes on the first input instead of the context (pytorch issue 132388).
 
     Args:
-        fwd: the ``forward`` method. Leave it out if you pass options to the decorator.
+        fwd: the ``forward`` method. Leave ``fwd`` out if you pass options to the decorator.
         device_type: the device type whose autocast state is used, such as ``"cuda"``. The default is the
             device type of the tensor arguments. CPU tensors are ignored if there are tensors on another
             device. Torch's decorator has no default.
@@ -100,7 +100,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
     """Make the ``backward`` of an autograd Function run in the autocast state of its ``forward``.
 
     Args:
-        bwd: the ``backward`` method. Leave it out if you pass options to the decorator.
+        bwd: the ``backward`` method. Leave ``bwd`` out if you pass options to the decorator.
         device_type: the device type whose autocast state is restored, such as ``"cuda"``. The default is the
             device type that ``custom_fwd`` used.
 

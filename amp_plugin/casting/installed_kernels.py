@@ -69,7 +69,7 @@ class AutocastKernels:
         # Maps the number of a rule set to its fingerprint, which is a key of torch's compile caches.
         self._tagged: dict[int, str] = {}
         self._step_hook: RemovableHandle | None = None
-        # Maps (device type, number) to the ops for which a rule set with this number had rules.
+        # Maps (device type, number) to the ops for which a rule set with this number has ever had rules.
         self._named: dict[tuple[str, int], set[str]] = defaultdict(set)
 
     def install(self) -> NativeCore:

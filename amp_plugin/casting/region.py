@@ -277,7 +277,7 @@ def _hides_flag(device_type: str) -> bool:
 
 
 def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function inside several regions. It recurses, because tracers do not support ExitStack."""
+    """Call a function inside several regions. Recursion replaces ExitStack, which tracers do not support."""
     if not regions:
         return function(*args, **kwargs)
     with regions[0]:
@@ -342,7 +342,7 @@ def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[A
 
     functools.update_wrapper(covered, func)
     covered.__script_unsupported = "@autocast() decorator is not supported in script mode"
-    # Otherwise torch would script the forward without the region.
+    # Without this call, torch would script the forward without the region.
     torch.jit.ignore(covered)  # type: ignore[no-untyped-call]
     return covered  # type: ignore[no-any-return]
 

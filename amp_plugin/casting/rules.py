@@ -61,7 +61,7 @@ def _table(device_type: str) -> dict[str, Any]:
 
 
 def is_older(release: str, than: str) -> bool:
-    """Return whether one torch release is older than another, such as ``"2.9"`` and ``"2.12"``."""
+    """Return whether a torch release such as ``"2.9"`` is older than another such as ``"2.12"``."""
     first, second = ([int(number) for number in name.split(".")[:2]] for name in (release, than))
     return first < second
 
@@ -148,7 +148,7 @@ class OpRules:
 
     Attributes:
         content: the differences from the rules of the installed torch, as JSON. Compiled graphs refer to
-            rules by this text.
+            rules by this string.
 
     Example:
         >>> rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
@@ -218,7 +218,7 @@ class OpRules:
 
     @staticmethod
     def from_yaml(path: str | Path) -> OpRules:
-        """Read op rules from a YAML file, which states how they differ from the default rules.
+        """Read op rules from a YAML file, which states how the rules differ from the default rules.
 
         If the file was written for another torch release, a warning lists default rules that have changed
         since then, and ops that the installed torch lacks. Rules for missing ops are left out.
@@ -240,7 +240,7 @@ class OpRules:
 
     @staticmethod
     def from_mapping(given: Mapping[str, Any]) -> OpRules:
-        """Return op rules from a mapping, which states how they differ from the default rules.
+        """Return op rules from a mapping, which states how the rules differ from the default rules.
 
         Args:
             given: a mapping with the same keys as a file for ``from_yaml``.

@@ -19,7 +19,7 @@ from amp_plugin.casting.region import autocast, call_in
 from amp_plugin.casting.rules import is_older, torch_release
 from amp_plugin.patterns import matched_modules, require_matches
 
-# A function of a class and settings, which returns the methods that override those of the class.
+# A function that takes a class and settings, and returns methods to override those of the class.
 # The function must be importable, because pickles refer to it by name.
 Methods = Callable[[type[nn.Module], Any], dict[str, Any]]
 ClassChange = tuple[Methods, Any]
@@ -154,7 +154,7 @@ class RunIn:
         """Make a module or function run in the chosen dtype.
 
         Args:
-            target: a module instance, a function, or a module class at its definition.
+            target: a module instance, a function, or a module class where it is defined.
 
         Raises:
             TypeError: ``target`` is anything else, such as an existing class, a bound method, a generator or
@@ -239,7 +239,8 @@ def _function_in(function: Callable[..., Any], settings: RunIn) -> Callable[...,
         return output if back is None else cast_tensors(output, back)
 
     run.__script_unsupported = "run_in is not supported in script mode"  # type: ignore[attr-defined]
-    torch.jit.ignore(run)  # type: ignore[no-untyped-call] # else torch scripts the wrapped function
+    # Without this call, torch would script the wrapped function.
+    torch.jit.ignore(run)  # type: ignore[no-untyped-call]
     return run
 
 
@@ -255,7 +256,7 @@ def _castable(value: Any, device_type: str | None = None) -> bool:
 def cast_tensors(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:
     """Cast the tensors in a nested value, or only those on one device type.
 
-    If no tensor has to be cast, ``value`` itself is returned.
+    If no tensor needs a cast, ``value`` itself is returned.
     """
     leaves = [leaf for leaf in tree_leaves(value) if _castable(leaf, device_type)]
     if all(leaf.dtype is dtype for leaf in leaves):

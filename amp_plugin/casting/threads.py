@@ -144,7 +144,7 @@ def _missing_states(module: nn.Module, states: tuple[RegionState, ...]) -> tuple
         on = any(torch.is_autocast_enabled(state.device_type) for state in states)
         return () if on else states
     maker, carried = vars(module).get(_CARRIED, (None, ()))
-    # Around a replica, DataParallel itself has opened an autocast block, not the user.
+    # The autocast block around a replica was opened by DataParallel, not by the user.
     if carried:
         return () if maker == threading.get_ident() or has_region() else carried
     torch.autocast_increment_nesting()

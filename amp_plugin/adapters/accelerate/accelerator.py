@@ -63,7 +63,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
     Without a GPU, the processes that torchrun starts form a process group on the CPU.
 
     Under DeepSpeed, the options are translated into DeepSpeed config keys. Under Megatron-LM and XLA, a
-    precision other than ``"no"`` raises an error. So does an fp8 library other than torchao.
+    precision other than ``"no"`` raises an error. An fp8 library other than torchao raises an error too.
 
     Args:
         *args: the arguments of Accelerator.
@@ -355,8 +355,8 @@ class AmpAccelerator(EntryPoint, Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scale the loss and run backward, as Accelerator does.
 
-        If a prepared model has an optimizer that was not prepared, its ``step()`` raises an error, because
-        its gradients are still multiplied by the loss scale.
+        If an optimizer of a prepared model was not prepared itself, the optimizer's ``step()`` raises an
+        error, because the gradients are still multiplied by the loss scale.
         """
         if self._engaged and not self._scaler.is_enabled():
             self._scaler.core.note_loss(loss.detach() / self.gradient_accumulation_steps)
@@ -448,8 +448,8 @@ class AmpAccelerator(EntryPoint, Accelerator):
         """Log values to all trackers, and add the loss scale, skips and norms of new optimizer steps.
 
         Args:
-            values: the values to log. If they include ``loss_scale``, ``skipped_steps`` or ``grad_norm``,
-                these values take precedence over amp_plugin's.
+            values: the values to log. Values named ``loss_scale``, ``skipped_steps`` or ``grad_norm`` replace
+                those of amp_plugin.
             *args: further arguments of Accelerator.
             **kwargs: further arguments of Accelerator.
         """
@@ -460,8 +460,8 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
         If no loss is scaled, ``loss_scale`` is left out. ``grad_norm`` is the norm of the unscaled gradients
         before clipping. After an overflow it is inf or nan. If there are several optimizers, the keys are
-        ``grad_norm/0``, ``grad_norm/1`` and so on, in the order in which they were prepared. The host waits
-        for the device. If there are no new steps, the result is empty.
+        ``grad_norm/0``, ``grad_norm/1`` and so on, in the order in which the optimizers were prepared. The
+        host waits for the device. If there are no new steps, the result is empty.
         """
         norms = self.session.new_norms(self._optimizers)
         if norms is None:

@@ -133,8 +133,7 @@ def resolve(
     """Take each option from the first source that sets it. The first of several AmpKwargs wins.
 
     Returns:
-        The options, a dict that maps each option to its source, and False if GradScalerKwargs turn loss
-        scaling off, else True.
+        The options, a dict from option to source, and whether GradScalerKwargs leave loss scaling on.
     """
     layers = [
         ("AmpKwargs", read_all(given.to_kwargs())) for given in handlers if isinstance(given, AmpKwargs)

@@ -24,7 +24,7 @@ __all__ = ["AmpMonitor", "AmpPrecision", "FabricAmpPrecision", "classes_for"]
 
 
 def classes_for(package: str) -> ModuleType:
-    """Return the module that has AmpPrecision, FabricAmpPrecision and AmpMonitor for a Lightning package.
+    """Return the module with AmpPrecision, FabricAmpPrecision and AmpMonitor for a Lightning package.
 
     Args:
         package: ``"lightning"``, ``"pytorch_lightning"``, or a subpackage such as ``"lightning.fabric"``.

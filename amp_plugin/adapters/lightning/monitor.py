@@ -24,7 +24,7 @@ class Monitor:
     The progress bar and all loggers receive ``loss_scale``, ``skipped_steps`` and ``grad_norm``, the norm of
     the unscaled gradients before clipping. With several optimizers, the norms are ``grad_norm/0``,
     ``grad_norm/1`` and so on, in the order of ``configure_optimizers``. In bf16 and fp32 there is no loss
-    scale, and ``skipped_steps`` is logged only from the first skipped step on.
+    scale, and ``skipped_steps`` is not logged before the first skipped step.
 
     The error that ends a run names the affected parameters, and the command that finds the failing op and its
     line. Results are read from a GPU only every few steps, so the error may come a few steps late.
@@ -33,7 +33,7 @@ class Monitor:
         max_skips_in_a_row: The number of consecutive skipped steps of one optimizer that ends the run.
         every_n_steps: The number of optimizer steps between two reads from the GPU. None means the Trainer's
             ``log_every_n_steps``.
-        report: The path of a run page (an HTML report, see ``amp_plugin.report``). To write it, the host
+        report: The path of a run page (an HTML report, see ``amp_plugin.report``). With a run page, the host
             waits for the device at each step.
 
     Raises:

@@ -41,7 +41,7 @@ def _checked_options(owner: str, given: Mapping[str, Any]) -> PluginOptions:
             f"be used instead; give scaler=amp_plugin.GradScaler({listed}), or leave scaler= out"
         )
         raise TypeError(msg)
-    # AMP_PLUGIN_RULES is left out here, because a plugin reads it once it knows its device.
+    # AMP_PLUGIN_RULES is left out here, because a plugin reads this variable once the device is known.
     environment = {name: value for name, value in os.environ.items() if name != RULES_VARIABLE}
     stated = {name: value for name, value in given.items() if name != "scaler"}
     return resolved(PluginOptions, [("argument", stated)], environment, door="Lightning")[0]

@@ -1,11 +1,11 @@
 """AmpPrecision translates calls from Lightning's Trainer into calls to autocast and GradScaler.
 
-All numerics are in ``amp_plugin.autocast`` and ``amp_plugin.GradScaler``. The hooks of an optimizer step do
-the following:
+All numerical work is done by ``amp_plugin.autocast`` and ``amp_plugin.GradScaler``. The hooks of an optimizer
+step do the following:
 
-- ``train_step_context`` runs the forward and the loss under autocast.
+- ``train_step_context`` runs the forward pass and the loss under autocast.
 - ``pre_backward`` calls ``on_before_backward`` with the loss, then scales the loss.
-- ``backward`` runs without autocast, also in manual optimization.
+- ``backward`` runs without autocast, even in manual optimization.
 - ``optimizer_step`` unscales, calls ``on_before_optimizer_step``, clips, steps or skips, and updates the
   scale.
 """
@@ -240,7 +240,7 @@ class TrainerPrecision(PrecisionCore):
             return output
 
     def _step(self, trainer: Any, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, then step. Optimizers that may call it several times call it themselves."""
+        """Run the closure and step. An optimizer that may call its closure several times runs it itself."""
         scaler = self._scaler
         if not scaler.is_enabled():
             return self._take(trainer, optimizer, closure, **kwargs)

@@ -42,7 +42,7 @@ def users_methods(module: Any, plugin: object, is_overridden: Callable[[str, Any
 def refuse_strays(origins: GradientOrigins, optimizer: Optimizer, scaler: Any) -> None:
     """Raise RuntimeError if an optimizer has gradients that ``self.manual_backward()`` did not compute.
 
-    The loss of these gradients was not scaled.
+    Gradients from a plain ``loss.backward()`` belong to an unscaled loss.
     """
     never_scaled = not scaler.core.has_scaled
 
@@ -69,9 +69,9 @@ def _needs_closure(kind: Any) -> bool:
 def calls_closure_again(optimizer: Optimizer) -> bool:
     """Return whether an optimizer may call its closure several times, or change weights before the call.
 
-    This is true of optimizers that require a closure, such as LBFGS, and of optimizers with the attribute
-    ``calls_closure_again = True``, such as SAM. All other optimizers call the closure once, at the start of
-    ``step()``, so the closure can also run before ``step()``.
+    The result is True for optimizers that require a closure, such as LBFGS, and for optimizers with the
+    attribute ``calls_closure_again = True``, such as SAM. All other optimizers call the closure once, at the
+    start of ``step()``, so the closure can also run before ``step()``.
     """
     kind: Any = type(optimizer)
     declared = getattr(optimizer, "calls_closure_again", None)
@@ -151,8 +151,7 @@ def scheduled_after_steps(configs: Iterable[Any], log: StepLog) -> list[Schedule
         if config.interval == "step" and not config.reduce_on_plateau
     ]
     for config, frequency in scheduled:
-        # If the frequency is not 1, the host must know before the scheduler steps
-        # whether the optimizer step was skipped.
+        # With a frequency other than 1, the result of a step must be known before the scheduler steps.
         if frequency != 1:
             log.wait_for(config.scheduler.optimizer)
     return scheduled
