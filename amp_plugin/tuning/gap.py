@@ -172,11 +172,9 @@ def _closed(asked: Trainer, tell: Callable[[str], object]) -> GapTuning:
             partial(_search_trainer, head=head, ops=ops if is_followed else []),
             partial(_search_generator, suspects=suspects_of(region.found, region.last, trainer.dtype)),
         ]
-        closed = trainer.first(_SEARCHED)
-        for search in sides if errors[0] > errors[1] else reversed(sides):
-            closed, found = search(closed, _NEGLIGIBLE * floor, on_try)
-            causes += found
-        closed = replace(closed, batches=trainer.batches)
+        sides = sides if errors[0] > errors[1] else sides[::-1]
+        closed, found = _searched(trainer, sides, _NEGLIGIBLE * floor, on_try)
+        causes += found
     after = replace(closed, emulated=())
     return GapTuning(
         gap=gap,
@@ -194,6 +192,24 @@ def _closed(asked: Trainer, tell: Callable[[str], object]) -> GapTuning:
         tried=len(tried),
         is_followed=is_followed,
     )
+
+
+def _searched(
+    trainer: Trainer,
+    sides: Sequence[Callable[[Trainer, float, Callable[[str], object]], tuple[Trainer, list[Cause]]]],
+    least: float,
+    on_try: Callable[[str], object],
+) -> tuple[Trainer, list[Cause]]:
+    """Search for causes on one side after the other, on the first batches.
+
+    Returns:
+        The trainer with all changes, on all batches, and the causes.
+    """
+    closed, causes = trainer.first(_SEARCHED), []
+    for search in sides:
+        closed, found = search(closed, least, on_try)
+        causes += found
+    return replace(closed, batches=trainer.batches), causes
 
 
 def _floor(trainer: Trainer, head: nn.Linear | None, ops: Sequence[str]) -> tuple[float, tuple[float, float]]:

@@ -90,12 +90,15 @@ def suspects_of(
 
 
 def _groups(found: Mapping[OpPlace, tuple[int, ...]], short: str) -> Iterator[Suspect]:
-    """Yield roundings of several ops, such as all ops of a function or of the rotary embedding."""
+    """Yield roundings of several ops, such as all calls of an op in a function, or the rotary embedding."""
     scopes: dict[str, list[OpPlace]] = {}
+    ops: dict[str, list[OpPlace]] = {}
     for place in found:
         if not place.is_product:
             scopes.setdefault(place.scope, []).append(place)
-    named = {f"{scope} computes in {short}": (scope, places) for scope, places in scopes.items()}
+            ops.setdefault(f"{place.op} in {place.scope}", []).append(place)
+    named = {f"{op} rounds to {short} on each line": (op, places) for op, places in ops.items()}
+    named |= {f"{scope} computes in {short}": (scope, places) for scope, places in scopes.items()}
     rotary = [place for place in found if _ROTARY.search(f"{place.scope}.{place.op}")]
     named[f"the rotary embedding computes in {short}"] = ("rotary embedding", rotary)
     embedded = {shape for place, shape in found.items() if place.op == "embedding"}

@@ -33,8 +33,8 @@ def norm_epsilon_in_bf16(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def rope_in_bf16(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-    cos, sin = (table.unsqueeze(unsqueeze_dim).to(LOW) for table in (cos, sin))
-    return tuple(x.to(LOW) * cos + llama.rotate_half(x.to(LOW)) * sin for x in (q, k))
+    cos, sin = (rounded(table.float().unsqueeze(unsqueeze_dim)) for table in (cos, sin))
+    return tuple(rounded(rounded(x * cos) + rounded(llama.rotate_half(x) * sin)) for x in (q, k))
 
 
 def residual_in_bf16(layer: nn.Module, hidden_states: Tensor, **more: Any) -> Tensor:
