@@ -264,8 +264,8 @@ def _partial_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdi
 
 def _newly_differing(match: Match, matches: Matches) -> tuple[Axis, ...]:
     """Return the mesh dimensions along which an input differs now, but did not differ one step earlier."""
-    step, direction, module, op = match.place
-    before = matches.at.get(((step - 1, direction, module, op), match.nth))
+    (step, direction, module, op), nth = match.place
+    before = matches.at.get(((step - 1, direction, module, op), nth))
     if before is None:
         return ()
     now, then = _differing_inputs(match, matches), _differing_inputs(before, matches)

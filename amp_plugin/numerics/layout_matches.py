@@ -32,8 +32,8 @@ class Match(NamedTuple):
 
     Attributes:
         number: The index of the result in the run of the single process.
-        place: The step, direction, module and op of the result.
-        nth: The position of the result among all results with the same ``place``.
+        place: The step, direction, module and op of the result, and its position among all results for which
+            these are the same.
         pieces: Maps coordinates on the mesh to a rank and the index of the result in this rank's run.
         mine: The record of the single process.
         theirs: The records of the ranks.
@@ -42,8 +42,7 @@ class Match(NamedTuple):
     """
 
     number: int
-    place: Place
-    nth: int
+    place: tuple[Place, int]
     pieces: Mapping[Coordinates, tuple[int, int]]
     mine: OpRecord
     theirs: Sequence[OpRecord]
@@ -87,7 +86,7 @@ class Matches:
     @cached_property
     def at(self) -> dict[tuple[Place, int], Match]:
         """Maps the ``place`` and ``nth`` of a match to the match."""
-        return {(match.place, match.nth): match for match in self.all}
+        return {match.place: match for match in self.all}
 
     @cached_property
     def by_number(self) -> dict[int, Match]:
@@ -116,7 +115,7 @@ class Matches:
                     for rank, records in others.items()
                     for micro in range(repeats)
                 }
-                match = self._match(number, place, nth, pieces, self.axes(repeats))
+                match = self._match(number, (place, nth), pieces, self.axes(repeats))
                 part = self.whole.parts[number]
                 is_constant = part.is_made and not part.is_random  # such as the positions of a shard
                 if not is_constant and match.layout.is_comparable:
@@ -126,8 +125,7 @@ class Matches:
     def _match(
         self,
         number: int,
-        place: Place,
-        nth: int,
+        place: tuple[Place, int],
         pieces: Mapping[Coordinates, tuple[int, int]],
         axes: tuple[Axis, ...],
     ) -> Match:
@@ -142,7 +140,7 @@ class Matches:
             axes=axes,
         )
         is_gradient = number in self.whole.gradients
-        return Match(number, place, nth, pieces, mine, [*theirs.values()], layout, is_gradient)
+        return Match(number, place, pieces, mine, [*theirs.values()], layout, is_gradient)
 
     def _alike(
         self, mine: Sequence[int], theirs: Mapping[int, Sequence[int]], repeats: int

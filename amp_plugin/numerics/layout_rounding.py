@@ -60,7 +60,6 @@ class Verdict(NamedTuple):
             close enough.
         usual: The relative difference that rounding would explain if the inputs of the two runs were equal.
         allowed: The relative difference that rounding explains, given how far the inputs differ.
-        is_rounding: Whether rounding explains the difference.
         is_random: Whether the result is not judged, because the two runs drew different random numbers for
             it.
     """
@@ -68,8 +67,12 @@ class Verdict(NamedTuple):
     best: Combined
     usual: float
     allowed: float
-    is_rounding: bool
     is_random: bool
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.best.relative <= self.allowed * self.best.condition
 
     @property
     def is_equal(self) -> bool:
@@ -111,7 +114,7 @@ class _Judge:
         apart = math.inf if is_random else best.relative if math.isfinite(best.relative) else 1.0
         for entry in ((_ONE, match.number), *match.pieces.values()):
             self._apart[entry] = apart
-        return Verdict(best, usual, allowed, is_rounding, is_random)
+        return Verdict(best, usual, allowed, is_random)
 
     def _usual(self, match: Match) -> float:
         mine, theirs = match.mine, match.theirs

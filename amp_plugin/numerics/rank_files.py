@@ -52,11 +52,10 @@ class RankFile:
 
     Args:
         path: The path of the recording, which is a folder if there are several ranks, and otherwise a file.
-        seat: The rank and the number of ranks. The default is the rank of this process.
     """
 
-    def __init__(self, path: Path, seat: tuple[int, int] | None = None) -> None:
-        self._path, self._given = path, seat
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._seat = 0, 1  # rank and number of ranks, as far as they are known
         self._mesh: dict[str, int] = {}
 
@@ -70,7 +69,7 @@ class RankFile:
         """The path of the file that this process writes."""
         return self._path / f"rank-{self._seat[0]}.amp" if self.has_other_ranks else self._path
 
-    def settle(self) -> None:
+    def settle(self, seat: tuple[int, int] | None = None) -> None:
         """Find out the rank and the number of ranks, and make the folder if there are several ranks.
 
         An earlier file of this rank in the folder is removed.
@@ -78,11 +77,14 @@ class RankFile:
         A process group may be made after a recording has begun, and destroyed before the recording ends.
         Therefore this method is called more than once, and the largest number of ranks counts.
 
+        Args:
+            seat: The rank and the number of ranks. The default is the rank of this process.
+
         Raises:
             FileExistsError: ``path`` is a folder although there is a single rank, or a file although there
                 are several ranks.
         """
-        seat = self._given or seat_of_process()
+        seat = seat or seat_of_process()
         if seat[1] > self._seat[1]:
             if self._path.exists() and not self._path.is_dir():
                 raise FileExistsError(

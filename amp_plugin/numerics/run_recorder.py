@@ -88,17 +88,21 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
 
     def open(self, _: ExitStack) -> None:
         """Find out which files this process writes."""
-        simulated = simulated_ranks()
-        for rank in simulated or (None,):
-            file = RankFile(self._path, None if rank is None else (rank, max(simulated) + 1))
-            file.settle()
-            self._ranks[rank] = RankRecorder(file, self.shadows, self.tracker)
+        for rank in simulated_ranks() or (None,):
+            self._ranks[rank] = RankRecorder(RankFile(self._path), self.shadows, self.tracker)
             self._ranks[rank].note_mesh(axes_of(self._mesh, rank))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Find out the ranks, and make their folder."""
+        count = 1 + max((rank for rank in self._ranks if rank is not None), default=0)
+        for rank, recorder in self._ranks.items():
+            recorder.file.settle(None if rank is None else (rank, count))
 
     def ended(self, error: BaseException | None) -> None:
         """Write the files, also after an error of the program."""
+        self._settle()
         for recorder in self._ranks.values():
-            recorder.file.settle()
             recorder.write(self._unmeasured(), is_whole=error is None)
 
     def _unmeasured(self) -> dict[str, int]:
@@ -120,9 +124,8 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         """Record the gradients that reach the optimizer, and each weight before its first step."""
         if self.tracker.steps >= self._most:
             return
-        for recorder in self._ranks.values():
-            with suppress(OSError):  # if the folder cannot be made, the error is raised at the region's end
-                recorder.file.settle()
+        with suppress(OSError):  # if the folder cannot be made, the error is raised at the region's end
+            self._settle()
         flat = self._flat_shares()
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         for place, weight in enumerate(weights):

@@ -117,7 +117,7 @@ def test_shards_that_are_swapped_are_named_if_the_placements_are_given(split: Pa
     swapped = by_hand(split, "swapped").unexplained
     assert swapped is not None
     assert (swapped.op, swapped.module) == ("weight weight", "Whole.up")
-    assert "its parts are in another order" in swapped.reason
+    assert "its parts are in the wrong order" in swapped.reason
     # The layer computes the same with both halves swapped, so the sums over the shards do not tell.
     assert by_hand(split, "swapped, no placements").is_clean
 
