@@ -50,7 +50,7 @@ def run(state: OptimizerState, closure: Closure) -> Any:
         unscaled = state.backwards == before and None in state.scales_carried()
         if unscaled and state.ledger.has_gradients() and state.ledger.is_changed():
             raise RuntimeError(_UNSCALED_BACKWARD.format(backward=state.shared.words.backward))
-        if is_watched(loss):  # a line search compares losses with unscaled gradients
+        if is_watched(loss):  # a line search needs losses that are not scaled
             raise RuntimeError(_SCALED_LOSS)
     return loss
 

@@ -71,12 +71,12 @@ class GradScaler(TorchNames):
     addition, each gradient is divided exactly once, by the loss scale that its loss was multiplied by, for
     any number of optimizers, losses and calls::
 
-        scale(loss):      apply a requested update; return loss * scale
-        backward begins:  convert gradients that carry another scale, or none, to this scale
-        step(optimizer):  unscale scaled gradients; step if all gradients are finite, on all ranks
-        update():         request an update. It is applied once no registered optimizer has unused scaled
-                          gradients. end_iteration() and the next scale() apply the update, and rescale
-                          gradients that still wait for a step
+        scale(loss)       Apply a requested update, and return the loss times the loss scale.
+        backward begins   Multiply gradients that have another loss scale, or none, by new/old.
+        step(optimizer)   Unscale the gradients, and step if all gradients on all ranks are finite.
+        update()          Request an update. The loss scale changes once no registered optimizer has scaled
+                          gradients that it has not used. end_iteration(), get_scale() and the next scale()
+                          change the loss scale at once, and multiply such gradients by new/old.
 
     Args:
         {options}
@@ -512,7 +512,7 @@ class GradScaler(TorchNames):
     def get_scale(self, name: str | None = None) -> float:
         """Return the scale as a number; 1.0 if disabled. This is a host sync.
 
-        A requested update is applied first, as :meth:`end_iteration` does.
+        A requested update of the loss scale is applied first, as :meth:`end_iteration` does.
 
         Args:
             name: A name in the option ``losses``; None for the default loss scale.

@@ -136,8 +136,7 @@ def multiply_(
 ) -> None:
     """Multiply the gradients of parameters by a number on the device (0-dim).
 
-    With ``max_norm``, ``factor`` is their norm, and they are clipped to ``max_norm`` unless ``found_inf`` is
-    1.
+    With ``max_norm``, ``factor`` is the norm of the gradients, which are clipped unless ``found_inf`` is 1.
     """
     for batch in batches_of(params):
         batch.multiply_(factor, max_norm, found_inf)

@@ -182,7 +182,7 @@ class GradientLedger:
     def write(self, write: Callable[[], None]) -> None:
         """Call ``write``, which multiplies gradients.
 
-        Only gradients that had changed before count as changed.
+        A gradient counts as changed only if it had changed before.
         """
         same = [not record.is_changed(grad) for grad, record in self._each()]
         write()

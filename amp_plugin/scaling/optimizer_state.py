@@ -103,7 +103,7 @@ class OptimizerState:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer. It exists as long as the core holds this state."""
+        """The optimizer. The optimizer exists as long as the ScalerCore holds this state."""
         return self._optimizer()
 
     @property

@@ -150,7 +150,7 @@ class StepResult:
 
     @property
     def scale_before(self) -> float:
-        """The loss scale that the gradients were made with."""
+        """The loss scale by which the loss was multiplied."""
         return 1.0 if self._scale_before is None else float(self._scale_before.item())
 
     @property
@@ -197,7 +197,7 @@ class StepResult:
         self.optimizer, self.name, self.number, self.in_a_row = optimizer, name, number, in_a_row
 
     def add_modules(self, modules: FirstModules) -> None:
-        """Add what hooks on modules have seen in this step."""
+        """Add the first modules with an inf or nan, as hooks have found them in this step."""
         self._modules = modules
 
     def overflow_report(self) -> OverflowReport:
@@ -269,8 +269,8 @@ def copy_to_host(tensors: Sequence[Tensor]) -> tuple[Sequence[torch.Event], list
     """Queue copies of tensors to the host, on CUDA and XPU. Others are returned as they are.
 
     Returns:
-        An event for each device that tells when the copies from it are complete, and the copies. A tensor of
-        a CUDA graph is not copied.
+        A CUDA event for each device, which says when the copies from that device are complete, and the
+        copies. A tensor of a CUDA graph is not copied.
     """
     copies = list(tensors)
     events: dict[torch.device, torch.Event] = {}
@@ -328,7 +328,7 @@ class _Record:
             self.skipped.add_(found)  # in place, so that each replay of a CUDA graph counts its step
 
     def learn(self, *, skipped: bool) -> None:
-        """Record that the host knows of one more step whether it was skipped."""
+        """Count one more step of which the host knows whether it was skipped."""
         self.steps += 1
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.owed += skipped
@@ -359,8 +359,8 @@ def new_logs(follower: Callable[[StepLog], None]) -> Iterator[None]:
 class StepTotals:
     """The numbers of steps and skipped steps in all logs of a process, also in logs that no longer exist.
 
-    It keeps no log, optimizer or gradient alive, only 0-dim tensors. Only the method ``told`` waits for the
-    device.
+    A StepTotals keeps no log, optimizer or gradient alive, only 0-dim tensors. Only the method ``told`` waits
+    for the device.
     """
 
     def __init__(self) -> None:

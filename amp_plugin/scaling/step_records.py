@@ -3,7 +3,7 @@
 ::
 
     A step has returned, and the host knows whether it was skipped: copy its numbers to the host.
-    The copies have arrived: make a StepRecord. Write it to log="run.jsonl", or call log=function with it.
+    The copies have arrived: make a StepRecord. Write it to a file, or call a function with it.
 
 Recording a step does not wait for the device and launches no kernel. On a GPU a record is written some steps
 late. The last records are written when the process ends.

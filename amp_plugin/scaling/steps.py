@@ -164,7 +164,7 @@ def refuse_nothing_checked(core: ScalerCore, state: OptimizerState) -> None:
 
 
 def _has_checked(state: OptimizerState) -> bool:
-    """Return whether an optimizer has gradients, or has used some since the last scaled backward pass."""
+    """Return whether an optimizer has gradients, or has used some since the last scaled backward."""
     return bool(state.ledger.has_gradients()) or (state.backwards > 0 and not state.is_awaited)
 
 
