@@ -231,7 +231,12 @@ class OptimizerState:
 
     def begin_backward(self, scale: LossScale) -> None:
         """Prepare for gradients of a loss times ``scale``: convert the present gradients to that scale."""
-        self._forget_dropped()
+        if self.ledger.has_gradients():
+            self._forget_if_zero()
+        else:
+            self.forget_overflows()
+            if not self.spans_ranks:  # other ranks may still have gradients
+                self.contributions = []
         was_awaited = self.is_awaited
         self.backwards += 1
         for before, params, changed in self.parts():
@@ -258,15 +263,6 @@ class OptimizerState:
         if self.spans_ranks:
             overflows = [torch.zeros_like(scale.require())] * was_awaited
         self.contributions += [(scale, overflow) for overflow in overflows]
-
-    def _forget_dropped(self) -> None:
-        """When a backward pass begins, forget overflows of gradients that are None or zero now."""
-        if not self.ledger.has_gradients():
-            self.forget_overflows()
-            if not self.spans_ranks:  # other ranks may still have gradients
-                self.contributions = []
-        else:
-            self._forget_if_zero()
 
     def _forget_if_zero(self) -> None:
         """Forget overflows of gradients that are zero now, because ``zero_grad()`` discards a batch."""
@@ -477,12 +473,8 @@ class OptimizerState:
         if judged is None or not spikes.clips:
             return norm, found_inf, None
         if in_place:
-            self.multiply_(judged[1])
+            self.ledger.write(partial(multiply_, self.params, judged[1]))
         return judged[5], found_inf, None if in_place else judged[1]
-
-    def multiply_(self, factor: Tensor) -> None:
-        """Multiply all gradients by a number on the device (0-dim)."""
-        self.ledger.write(partial(multiply_, self.params, factor))
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the optimizer's step, which our hook must not refuse."""

@@ -98,13 +98,14 @@ def _take(
         clip.refuse_nonfinite(state.measure(unscale=False, norm_type=clip.norm_type)[0])
     plan = choose(optimizer, why_not, scales=state.shared.enabled)
     scales, is_one_pass = state.scales_carried(), isinstance(plan, OnePass)
-    divides = plan.divides and len(scales) == 1
+    divides = plan.divides and len(scales) == 1  # else no single number divides all gradients
     if not is_one_pass:
         match_memory_order(optimizer)
     norm_type = state.norm_type if clip is None else clip.norm_type
     norm, found = state.measure(unscale=not divides, norm_type=norm_type)
     norm, found, factor = state.judge(norm, found, in_place=not is_one_pass)
-    divisor = _value(scales) if divides else None
+    scale = next(iter(scales)) if divides else None
+    divisor = None if scale is None else scale.require()
     if factor is not None:
         divisor = factor.reciprocal() if divisor is None else divisor / factor
     if clip is not None and is_one_pass:
@@ -135,16 +136,6 @@ def take_step_by(
     result = state.close(norm, found, known=bool(found.item() > 0), how=how)
     core.log.add(state.optimizer, result)
     return value, result
-
-
-def _value(scales: set[Any]) -> Tensor | None:
-    """Return the value of the only loss scale in ``scales``; None if the gradients carry nothing.
-
-    The set ``scales`` contains None if some gradients carry nothing. If it has one entry, all gradients can
-    be divided by the same number.
-    """
-    scale = next(iter(scales), None)
-    return None if scale is None else scale.require()
 
 
 def refuse_nothing_checked(core: ScalerCore, state: OptimizerState) -> None:
