@@ -1,7 +1,7 @@
 """Defines the function that ``import torch`` calls through the entry point group ``torch.backends``.
 
 The module ``amp_plugin_autoload`` is not part of the package amp_plugin, and imports the package only if one
-of two environment variables is set. Therefore a broken installation of amp_plugin cannot make ``import
+of two environment variables is set. A broken installation of amp_plugin therefore cannot make ``import
 torch`` fail.
 """
 

@@ -1,8 +1,8 @@
 """Automatic mixed precision for PyTorch, Lightning and Accelerate.
 
-Public names are imported lazily, when they are first used. Therefore ``import amp_plugin`` compiles nothing,
-imports no framework and does not touch a GPU. Names that need a framework are in ``__all__`` only if that
-framework is installed.
+Public names are imported lazily, when they are first used. As a result, ``import amp_plugin`` compiles
+nothing, imports no framework and does not touch a GPU. Names that need a framework are in ``__all__`` only if
+that framework is installed.
 
 Example:
     >>> import amp_plugin

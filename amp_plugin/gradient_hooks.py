@@ -1,8 +1,8 @@
 """Passes unscaled gradients to gradient hooks.
 
-Torch runs gradient hooks while gradients are still multiplied by the loss scale. Therefore tools that plot
-gradients from hooks, such as ``wandb.watch``, show values that are too large (initially by a factor of
-65 536) and that jump when the loss scale changes.
+Torch runs gradient hooks while gradients are still multiplied by the loss scale. Tools that plot gradients
+from hooks, such as ``wandb.watch``, therefore show values that are too large (initially by a factor of 65
+536) and that jump when the loss scale changes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Registers optimizer pre-step hooks that only observe the optimizer.
 
 One-pass steps, and fused steps whose kernel unscales the gradients, run no pre-step hooks, because the
-gradients are still scaled before the kernel runs. Therefore an unknown pre-step hook prevents both kinds of
-step. If a hook neither reads gradients nor changes the optimizer, register it with
+gradients are still scaled before the kernel runs. An unknown pre-step hook therefore prevents one-pass steps
+and fused unscaling. If a hook neither reads gradients nor changes the optimizer, register it with
 :func:`register_quiet_hook`. Then it prevents neither kind of step.
 """
 

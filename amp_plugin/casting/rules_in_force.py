@@ -160,7 +160,7 @@ def rules_on_trial(rules: OpRules) -> Iterator[None]:
     """Inside the block, apply rules to ``torch.autocast`` and to regions without rules of their own.
 
     The number of rule sets per process is limited. A trial does not count towards this limit, because the
-    rules on trial take the number of the default rules. Therefore any number of rule sets can be tried.
+    rules on trial take the number of the default rules. Any number of rule sets can therefore be tried.
     During a trial, compiled functions run eagerly.
 
     Raises:

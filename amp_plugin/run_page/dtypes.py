@@ -37,7 +37,7 @@ class Survey:
     """Watches the first training step of models, and reports the dtypes in which their modules compute.
 
     A module is said to compute in the dtype of its matrix products and convolutions, including those of its
-    submodules. For a module without such ops, the dtype of its first result counts.
+    submodules. For a module without matrix products and convolutions, the dtype of its first result counts.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:

@@ -178,7 +178,7 @@ class RunReport:
         return replace(report, inf=inf, nan=nan, named=report.named or not {*inf, *nan} & {*numbered})
 
     def _try_to_write(self) -> None:
-        """Write the file. If it cannot be written, for example because the disk is full, give a warning."""
+        """Write the file. If writing fails, for example because the disk is full, give a warning."""
         if self._writes:
             with only_warning(self._name, self._give_up):
                 self.write()

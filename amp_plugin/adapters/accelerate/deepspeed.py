@@ -1,8 +1,8 @@
 """Translates options into DeepSpeed config keys under Accelerate, and logs the engine's steps.
 
 If the config enables neither ZeRO nor fp16 nor bf16, the engine uses amp_plugin's GradScaler instead of
-torch's. Otherwise DeepSpeed's engine scales losses and skips steps itself, and EngineScaler observes it. This
-module never imports DeepSpeed.
+torch's. With ZeRO, fp16 or bf16, DeepSpeed's engine scales losses and skips steps itself, and EngineScaler
+observes the engine. This module never imports DeepSpeed.
 """
 
 from __future__ import annotations

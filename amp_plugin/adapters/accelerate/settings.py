@@ -104,7 +104,7 @@ def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
 def refuse_other_engine(
     kind: DistributedType, precision: str, float8_recipe: Any, sources: Mapping[str, str]
 ) -> bool:
-    """Return whether Megatron-LM, XLA or another fp8 library does mixed precision instead of amp_plugin.
+    """Return whether Megatron-LM, XLA or an fp8 library does mixed precision instead of amp_plugin.
 
     Raises:
         ValueError: the other library does mixed precision, but the precision or an option such as ``weights``
