@@ -1,4 +1,4 @@
-"""Measure amp_plugin next to torch, save the figures, and write them into the documentation.
+"""Compare amp_plugin with torch, save the figures, and write them into the documentation.
 
 ``python -m benchmarks`` measures all sections on the CPU, and writes results/ and the figures in docs/.
 ``python -m benchmarks cuda`` measures all sections on a GPU.

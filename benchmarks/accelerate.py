@@ -1,6 +1,6 @@
 """Compare the time of training steps with AmpAccelerator and with stock Accelerate.
 
-Stock Accelerate does not support fp16 on the CPU. On the CPU it is therefore given torch's GradScaler and
+Stock Accelerate does not support fp16 on the CPU. So on the CPU, stock Accelerate gets torch's GradScaler and
 torch.autocast.
 """
 

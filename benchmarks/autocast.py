@@ -26,7 +26,7 @@ MICRO_BATCHES = 8
 
 
 class Ops(Section):
-    """Time single ops in a region, opening a region, and ops outside regions once the core is loaded."""
+    """Time ops in a region, entering a region, and ops outside regions after the core is loaded."""
 
     key = "ops"
 

@@ -1,4 +1,4 @@
-"""Clocks that time a call. Each clock returns a function that runs the call and returns microseconds."""
+"""Clocks that time a call. Each clock returns a function that times the call in microseconds."""
 
 from __future__ import annotations
 

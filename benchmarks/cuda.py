@@ -217,7 +217,7 @@ class Launches(Section):
 
 
 def clip_after_update(bench: Gradients) -> None:
-    """Unscale and clip after a change of the loss scale, as it may happen at each update."""
+    """Unscale and clip after a change of the loss scale, which can happen at each update."""
     bench.ours.loss_scale.generation += 1
     bench.scaled_again()
     bench.clip_ours()

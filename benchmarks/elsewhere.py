@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedClipping:
-    """The time to clip a norm on a GPU in microseconds, from pytorch/pytorch#91846 (January 2023).
+    """The time to clip gradients by norm on a GPU in microseconds, from pytorch/pytorch#91846 (January 2023).
 
     The tensors have 256 elements. The numbers are in the table "(tensors, scalar)" of the pull request.
     """

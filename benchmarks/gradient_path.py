@@ -59,7 +59,7 @@ class Gradients:
         self.theirs.scale(self.loss)
 
     def scaled_again(self) -> None:
-        """Make our GradScaler treat the gradients as scaled, as they are after a backward pass."""
+        """Make our GradScaler assume that the gradients are scaled, as after a backward pass."""
         self.ours.core.note_step(self.optimizer)
         self.ours.update()
 

@@ -91,8 +91,8 @@ class Gate:
     Attributes:
         limit: The limit of the measure.
         measure: The measure, a key of ``MEASURES``.
-        against: The label of the variant that ours is compared with. The measure ``"ours"`` uses no other
-            variant, so here the label is that of ours.
+        against: The label of the variant that ours is compared with. For the measure ``"ours"``, which uses
+            no other variant, it is our label.
     """
 
     limit: float

@@ -62,7 +62,7 @@ class Memory(Section):
 
 
 def clip_scaled(bench: Gradients) -> None:
-    """Unscale and clip gradients that the scaler treats as scaled."""
+    """Unscale and clip gradients that the scaler assumes are still scaled."""
     bench.scaled_again()
     bench.clip_ours()
 

@@ -56,7 +56,7 @@ class Report:
         details: Other facts that the figures depend on, such as the instruction set or the driver's CUDA
             version.
         sections: The measurements of each section, in the order of the report.
-        parts: The name, result and duration in seconds of each other part of a GPU run.
+        parts: The name, result and duration in seconds of each part of a GPU run that is not a benchmark.
     """
 
     device: str

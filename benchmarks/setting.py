@@ -78,7 +78,7 @@ class Section:
     Attributes:
         key: The name of the section in commands, files and documentation markers.
         threads: The number of threads that torch uses on the CPU. 0 lets torch choose.
-        timing: A text that says which clock is used on the CPU.
+        timing: A description of the clock that is used on the CPU.
     """
 
     key: str = ""

@@ -262,7 +262,7 @@ def without_scale(setting: Setting, name: str, optimizer: str) -> Comparison:
 
 
 def optimizer_of(description: str, params: list[Tensor]) -> Any:
-    """Return the optimizer that a text such as ``"fused AdamW"`` or ``"RMSprop with momentum"`` describes.
+    """Return the optimizer that a string such as ``"fused AdamW"`` or ``"RMSprop with momentum"`` describes.
 
     On a GPU the step count is a GPU tensor, because the op that computes a whole step needs it there.
     """

@@ -51,7 +51,7 @@ def ratio(spread: Spread) -> str:
 
 
 def loses(row: Outcome, label: str) -> bool:
-    """Return True if ours is slower by 1 % in the median, and slower in three quarters of the rounds."""
+    """Return True if ours is at least 1 % slower in the median, and slower in at least 75 % of the rounds."""
     spread = row.ratios.get(label)
     if label not in RIVALS or spread is None:
         return False
@@ -61,7 +61,7 @@ def loses(row: Outcome, label: str) -> bool:
 
 
 def grouped(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
-    """Return a dict from the name of each table to its list of rows, in order."""
+    """Return a dict that maps the name of each table to its rows, in order."""
     tables: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         tables.setdefault(outcome.table, []).append(outcome)
@@ -103,7 +103,7 @@ def with_note(text: str) -> str:
 
 
 def caption(report: Report, record: SectionRecord) -> str:
-    """Return a text that says how, when and on which machine a section was measured."""
+    """Return a sentence that says how, when and on which machine a section was measured."""
     count = f"{record.threads} thread{'' if record.threads == 1 else 's'}"
     rounds = sorted({outcome.rounds for outcome in record.outcomes})
     span = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"

@@ -40,7 +40,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     precision: Precision = Precision.bf16
     steps: int = 60

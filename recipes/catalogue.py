@@ -1,4 +1,4 @@
-"""Lists, loads and runs the recipes by name."""
+"""List, load and run the recipes by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A character GPT on Python's manual trains with accumulation, clipping, and optional compilation.
+"""Train a character GPT on Python's manual, with accumulation, clipping, and optional compilation.
 
     python -m recipes run char_gpt [compile=true] [precision=bf16] [key=value ...]
 
@@ -26,7 +26,7 @@ from recipes.shared import CharGPT, ConfigError, RecipeConfig, TrainingRecord, n
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     steps: int = 600
     batch_size: int = 4

@@ -32,7 +32,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     learning_rate: float = 0.3
     max_norm: float = number(1.0, above=0)

@@ -1,12 +1,11 @@
-"""Train with torch.compile: only the model is compiled; autocast and GradScaler run in eager code.
+"""Train a compiled model, while autocast and GradScaler run in eager code.
 
     python -m recipes run compiled [precision=bf16] [key=value ...]
 
-torch.compile traces the model inside the autocast region, and Inductor fuses the casts into its kernels. The
-compiled code is specific to the dtype of the region. A region in another dtype makes torch compile another
-graph. The first step compiles the model, which takes a minute on a slow machine. With ``backend=aot_eager``
-the model is only traced, which is faster. At the end the recipe prints the number of graph breaks, and the
-time of forward and backward relative to eager code.
+torch.compile traces the model inside the autocast region, and Inductor fuses the casts into its kernels. For
+a region in another dtype, torch compiles another graph. The first step compiles the model, which takes a
+minute on a slow machine. With ``backend=aot_eager`` the model is only traced, which is faster. At the end the
+recipe prints the number of graph breaks, and the time of forward and backward relative to eager code.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     batch_size: int = number(64, least=1, most=TRAINING_IMAGES)  # a smaller last batch is left out
     backend: str = "inductor"

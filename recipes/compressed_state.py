@@ -38,7 +38,7 @@ FINAL_STEPS = 20  # the final loss is the mean loss of the last 20 steps
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     precision: Precision = Precision.bf16
     steps: int = number(150, least=1)

@@ -37,7 +37,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     device: str = "cuda"
     batch_size: int = number(64, least=1, most=TRAINING_IMAGES)  # a smaller last batch is left out

@@ -37,7 +37,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     processes: int = number(2, least=1)
     width: int = number(8, least=4, multiple_of=4)

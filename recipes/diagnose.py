@@ -38,7 +38,7 @@ ROWS = 8  # rows of an image; each row is a token
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     steps: int = 400
     width: int = number(32, least=1)

@@ -35,7 +35,7 @@ SIZE = 30.0  # magnitude of the elements; squared distances are about 1e5
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     steps: int = 800
     learning_rate: float = 1e-2
@@ -45,7 +45,7 @@ class Config(RecipeConfig):
 
 
 class NearestCentres(nn.Module):
-    """An example of an imported module. The module computes squared distances too large for fp16."""
+    """An example of an imported module. The module computes squared distances that are too large for fp16."""
 
     def __init__(self, width: int, centres: int) -> None:
         super().__init__()

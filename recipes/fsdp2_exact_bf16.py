@@ -42,7 +42,7 @@ from recipes.shared import (
 
 IN_16_BITS, IN_FP32, EXACT = "16-bit shards", "float32 shards", "exact 16-bit shards"
 COMPRESSED = f"{EXACT}, 8-bit moments"
-WAYS = {  # the record shows the losses and the loss scale of the last way listed
+WAYS = {  # the record shows the losses and the loss scale of the last run
     Precision.bf16: (IN_16_BITS, IN_FP32, EXACT, COMPRESSED),
     Precision.fp16: (
         IN_FP32,
@@ -55,7 +55,7 @@ WAYS = {  # the record shows the losses and the loss scale of the last way liste
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     precision: Precision = Precision.bf16
     processes: int = number(2, least=1)

@@ -1,4 +1,4 @@
-"""Add a penalty to the loss, which is the squared norm of the gradients of the images.
+"""Add the squared norm of the gradients with respect to the images to the loss, as a penalty.
 
     python -m recipes run gradient_penalty [precision=bf16] [key=value ...]
 
@@ -35,7 +35,7 @@ PENALTY = "penalty (squared norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     weight: float = number(0.1, least=0)
     width: int = number(8, least=4, multiple_of=4)

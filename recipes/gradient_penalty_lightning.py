@@ -2,9 +2,9 @@
 
     python -m recipes run gradient_penalty_lightning [precision=bf16] [key=value ...]
 
-The recipe does the same as ``gradient_penalty.py``, with the same losses, in Lightning. Lightning runs
-``training_step`` in an autocast region. ``precision_plugin.gradient_penalty`` turns autocast off while it
-computes the penalty. The returned penalty is not scaled, and is added to the loss like any other term.
+The recipe is ``gradient_penalty.py`` in Lightning, with the same losses. Lightning runs ``training_step`` in
+an autocast region. ``precision_plugin.gradient_penalty`` turns autocast off while it computes the penalty.
+The returned penalty is not scaled, and is added to the loss like any other term.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PENALTY = "penalty (squared norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     weight: float = number(0.1, least=0)
     width: int = number(8, least=4, multiple_of=4)

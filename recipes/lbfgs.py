@@ -33,7 +33,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     steps: int = 8
     batch_size: int = 2000

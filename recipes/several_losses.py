@@ -41,7 +41,7 @@ class Scales(Enum):
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     steps: int = 800
     learning_rate: float = 1e-2

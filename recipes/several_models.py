@@ -28,7 +28,7 @@ DISAGREEMENT = "disagreement (nats)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     widths: list[int] = field(
         default_factory=lambda: [4, 8], metadata={"bounds": {"least": 4, "multiple_of": 4, "length": 2}}

@@ -2,9 +2,8 @@
 
     python -m recipes run several_models_accelerate [precision=bf16] [key=value ...]
 
-The recipe does the same as ``several_models.py``, with the same losses, in Accelerate. Accelerate updates the
-loss scale inside every ``optimizer.step()``. AmpAccelerator postpones the update until all optimizers have
-used their gradients that are multiplied by the old scale.
+The recipe is ``several_models.py`` in Accelerate, with the same losses. Accelerate updates the loss scale
+inside every ``optimizer.step()``. AmpAccelerator postpones the update until no optimizer needs the old scale.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ DISAGREEMENT = "disagreement (nats)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     widths: list[int] = field(
         default_factory=lambda: [4, 8], metadata={"bounds": {"least": 4, "multiple_of": 4, "length": 2}}

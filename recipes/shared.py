@@ -374,7 +374,7 @@ class Generator(Conditioned):
 
 
 def between(real: Tensor, made: Tensor) -> Tensor:
-    """Return a random interpolation between each real and each made image. The results require grad."""
+    """Return a random interpolation of each pair of a real and a made image. The results require grad."""
     mix = torch.rand(len(real), 1, device=real.device)
     return (mix * real + (1 - mix) * made).requires_grad_()
 

@@ -29,7 +29,7 @@ from amp_plugin.weights.store import in_fp32
 from recipes.shared import ConfigError, Precision, RecipeConfig, Share, TrainingRecord, number
 
 AS_LOADED = "as loaded"
-WAYS = {  # the record shows the losses and the loss scale of the last way listed
+WAYS = {  # the record shows the losses and the loss scale of the last run
     Precision.bf16: (AS_LOADED, "fp32", "bf16-stochastic", "bf16"),
     Precision.fp16: ("fp32", "fp16"),  # not AS_LOADED, because GradScaler refuses fp16 gradients
     Precision.fp32: (AS_LOADED, "fp32"),
@@ -39,7 +39,7 @@ MOVED = "weights moved"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     precision: Precision = Precision.bf16
     steps: int = 150

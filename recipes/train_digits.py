@@ -42,7 +42,7 @@ from recipes.shared import (
 
 @dataclass
 class DigitsConfig(DigitsProgramConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     accelerator: str = "auto"
 

@@ -31,10 +31,10 @@ from recipes.shared import ConfigError, DigitsNet, DigitsProgramConfig, Training
 
 @dataclass
 class DigitsConfig(DigitsProgramConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     name: str = "digits_accelerate"
-    precision: str | None = None  # one of Accelerate's names; None: use the launch file's precision
+    precision: str | None = None  # one of Accelerate's precision names; None means that of the launch file
 
 
 def train(config: DigitsConfig) -> TrainingRecord:

@@ -1,4 +1,4 @@
-"""A typical training loop runs the forward pass in autocast, and steps with a GradScaler.
+"""A typical training loop runs the forward pass in an autocast region, and steps with a GradScaler.
 
     python -m recipes run typical_training [precision=bf16] [key=value ...]
 
@@ -31,7 +31,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to the keys that every recipe has."""
+    """Adds the config keys of this recipe to those that every recipe has."""
 
     width: int = number(8, least=4, multiple_of=4)
 

@@ -1,4 +1,4 @@
-"""Train a WGAN-GP, which is a generator and a critic with a gradient penalty, on digits.
+"""Train a generator and a critic with a gradient penalty (WGAN-GP) on images of digits.
 
     python -m recipes run wgan_gp [precision=bf16] [key=value ...]
 
@@ -39,7 +39,7 @@ DISTANCE = "from real to made (L2 norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe. ``steps`` is the number of optimizer steps of the generator."""
+    """Adds the config keys of this recipe. ``steps`` is the number of optimizer steps of the generator."""
 
     steps: int = 400
     batch_size: int = 64

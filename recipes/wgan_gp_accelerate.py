@@ -1,11 +1,11 @@
-"""WGAN-GP with Accelerate uses two optimizers, a gradient penalty and one loss scale.
+"""Train a WGAN-GP with Accelerate, with two optimizers, a gradient penalty and one loss scale.
 
     python -m recipes run wgan_gp_accelerate [precision=bf16] [key=value ...]
 
-The recipe does the same as ``wgan_gp.py``, in Accelerate. AmpAccelerator computes the gradient penalty, and
-accepts ``inputs=`` in the generator's backward pass. Models prepared by the accelerator need no ``with
-autocast``, because every call runs in its own autocast region. So the gradients of the critic's three calls
-are added in fp32, and differ from those in ``wgan_gp.py`` by rounding.
+The recipe is ``wgan_gp.py`` in Accelerate. AmpAccelerator computes the gradient penalty, and accepts
+``inputs=`` in the generator's backward pass. Models prepared by the accelerator need no ``with autocast``,
+because every call runs in its own autocast region. So the gradients of the critic's three calls are added in
+fp32, and differ from those in ``wgan_gp.py`` by rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DISTANCE = "from real to made (L2 norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe. ``steps`` is the number of optimizer steps of the generator."""
+    """Adds the config keys of this recipe. ``steps`` is the number of optimizer steps of the generator."""
 
     steps: int = 400
     batch_size: int = 64

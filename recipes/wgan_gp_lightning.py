@@ -1,10 +1,10 @@
-"""WGAN-GP in a LightningModule uses manual optimization with two optimizers and one loss scale.
+"""Train a WGAN-GP in a LightningModule by manual optimization, with two optimizers and one loss scale.
 
     python -m recipes run wgan_gp_lightning [precision=bf16] [key=value ...]
 
-The recipe does the same as ``wgan_gp.py``, in Lightning. The Trainer's precision plugin computes the gradient
-penalty. No other code deals with precision. ``toggle_optimizer`` prevents the generator's backward pass from
-leaving gradients in the critic.
+The recipe is ``wgan_gp.py`` in Lightning. The Trainer's precision plugin computes the gradient penalty. No
+other code deals with precision. ``toggle_optimizer`` prevents the generator's backward pass from leaving
+gradients in the critic.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DISTANCE = "from real to made (L2 norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe. ``steps`` is the number of optimizer steps of the generator."""
+    """Adds the config keys of this recipe. ``steps`` is the number of optimizer steps of the generator."""
 
     steps: int = 400
     batch_size: int = 64
