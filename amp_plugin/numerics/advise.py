@@ -1,6 +1,6 @@
 """Find the cause of a nan or inf, and say what to do about it.
 
-Cause and advice are looked up in a table, whose first matching row counts.
+The first matching row of a table gives the cause and the advice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _AT_ONE = frozenset({"log1p", "logit", *_BOUNDED})  # ops with an infinite value
 _FROM_ONE = frozenset({"rsub", "sub"})
 SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
 
-# Maps an op that the dispatcher runs to the ops that a program may have called instead.
+# Maps an op that the dispatcher runs to the ops through which a program may have called it.
 # Autocast has rules for the ops that a program calls.
 _CALLED_AS = {
     "addmm": ("linear", "addmm"),
@@ -54,7 +54,7 @@ _CALLED_AS = {
     "mm": ("linear", "matmul", "mm"),
     "mv": ("matmul", "mv"),
 }
-# Parts of the name of an internal op that the name of the public op does not have.
+# Parts of an internal op's name that are missing from the name of the public op.
 # Examples of internal ops are _softmax, native_layer_norm and nll_loss_forward.
 _WITHIN = re.compile(r"^_?(?:native_)?|_forward$")
 
@@ -141,7 +141,7 @@ class _Case:
     base: str  # the op's plain name, such as "exp"
     growth: float  # the largest factor by which the norm of a weight has grown
     in_optimizer: bool  # whether the op ran in the step of a torch optimizer
-    # The op from which on fp32 is needed, if 16 bits have rounded a number near 1 to 1.
+    # The first op that must run in fp32 if 16 bits have rounded a number near 1 to 1.
     rounded_by: str = ""
 
     @property
@@ -201,7 +201,7 @@ class _Case:
 
     @property
     def in_fp32(self) -> str:
-        """A text that says what to change so that the op runs in fp32."""
+        """A string that says what to change so that the op runs in fp32."""
         finding = self.finding
         rule = f"give {' and '.join(finding.rule_names)} the rule fp32" if finding.rule_names else ""
         if not finding.in_block:
@@ -250,10 +250,10 @@ def finding_of(
 
 
 def _rounded_by(call: Call) -> Site | None:
-    """Return the op from which on fp32 is needed, if 16 bits have rounded a number near 1 to 1.
+    """Return the first op that must run in fp32 if 16 bits have rounded a number near 1 to 1.
 
-    Fp32 is needed from the first op after the last matrix product. The nan or inf arises in a later op, which
-    is infinite at 1.
+    Fp32 is needed from the first op after the last matrix product onward. The nan or inf arises in a later op
+    that is infinite at 1.
     """
     if not call.arguments or not is_low_precision(call.arguments[-1].tensor.dtype):
         return None
@@ -286,7 +286,7 @@ def finding_of_function(
 def _finding(
     tracker: Tracker, site: Site, result: Tensor, base: str, *, rounded_by: Site | None = None, **known: Any
 ) -> Finding:
-    """Return the finding for a result, with its cause, what to do, and lines of code that fix it."""
+    """Return the finding for a result, with its cause, advice, and lines of code that fix it."""
     found = Finding(
         module=site.module,
         place=site.place,

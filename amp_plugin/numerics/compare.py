@@ -171,7 +171,7 @@ class RunComparison:
             yield f"taken as exact, because these ops do not run in fp64: {ops}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the whole comparison as values that JSON can hold."""
+        """Return the whole comparison as JSON-serializable values."""
         return as_json(self)  # type: ignore[no-any-return]
 
 

@@ -2,9 +2,9 @@
 
 ::
 
-    at each call of a compiled graph, run the graph eagerly, too
+    at each call of a compiled graph, also run the graph eagerly
 
-    compare the results, and the inputs that the graph writes in place
+    compare the results, and the inputs that the graph modifies in place
 
     compare the gradients of the inputs, computed from random gradients of the results
 
@@ -44,13 +44,13 @@ from amp_plugin.numerics.values import as_json, distance, unwatched
 from amp_plugin.precision import short_name
 
 _TIMES, _EPS = 4.0, 4.0
-_PEAK = 4.0  # allows more for the largest difference of one element, which varies more than the norm
+_PEAK = 4.0  # extra tolerance for the largest elementwise difference, which varies more than the norm
 _NUDGES = 4
 _OWNED = re.compile(r"_(?:modules|parameters|buffers)_(.*?)(?=_(?:modules|parameters|buffers)_|_$)")
 
 
 class CompiledComparison:
-    """A region in which every graph that torch.compile compiles also runs eagerly, for a comparison.
+    """A region in which every graph compiled by torch.compile also runs eagerly, to compare the results.
 
     The program continues with the results of the compiled code. Eager and compiled code draw the same random
     numbers, because inductor's ``fallback_random`` is set. The region is slow, because the forward and
@@ -58,8 +58,7 @@ class CompiledComparison:
     compared.
 
     Attributes:
-        differences: For each graph with a difference that rounding does not explain, the first result that
-            has one.
+        differences: For each graph that differs by more than rounding explains, the first result that does.
         graphs: The number of graphs that were compiled.
         compared: The number of results and gradients that were compared.
         not_compared: Maps a description of what could not be compared to how often this happened.
@@ -87,7 +86,7 @@ class CompiledComparison:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the region. Graphs that were compiled in it are no longer compared."""
+        """Close the region. Graphs that were compiled inside the region are no longer compared."""
         if self._patches is not None:
             self._patches.close()
         self._patches = None
@@ -97,7 +96,7 @@ class CompiledComparison:
             def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
                 return backend_call(backend, module, inputs, **options)
 
-            # The graph is copied, because backends change the module.
+            # The graph is copied, because backends modify the module.
             kept, number = copy.deepcopy(module), self.graphs
             compiled, found = compile_graph(module, inputs), list[Difference]()
             self.graphs += 1
@@ -136,7 +135,7 @@ class CompiledComparison:
         return None
 
     def report(self) -> str:
-        """Return a text that says which results differ and what could not be compared."""
+        """Return a string that says which results differ and what could not be compared."""
         lines = [f"compiled code differs from eager code in {difference}" for difference in self.differences]
         lines.append(
             f"{self.compared} results of {self.graphs} compiled graphs compared with eager code"
@@ -149,7 +148,7 @@ class CompiledComparison:
         return "\n\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as values that JSON can hold."""
+        """Return everything as JSON-serializable values."""
         names = ("graphs", "compared", "differences", "not_compared")
         return {name: as_json(getattr(self, name)) for name in names}
 
@@ -194,7 +193,7 @@ def _random_numbers_from(state: _RandomState) -> Iterator[None]:
 
 
 def _cuda_devices() -> range:
-    """Return the indices of the CUDA devices. The range is empty if CUDA has not been used."""
+    """Return the indices of the CUDA devices, or an empty range if CUDA has not been used."""
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return range(torch.cuda.device_count() if used else 0)
 

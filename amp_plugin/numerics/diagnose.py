@@ -23,10 +23,11 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
     """The region that ``diagnose`` returns, in which every op is watched.
 
     Attributes:
-        findings: The findings, in order. Without ``keep_going`` there is at most one. With ``keep_going``,
-            repeated findings at the same op and line are merged into one finding with a count.
+        findings: The findings, in order. Without ``keep_going`` there is at most one finding. With
+            ``keep_going``, repeated findings at the same op and line are merged into one finding with a
+            count.
         read: Nans and infs that reached no loss, gradient or weight, but that Python read as a number, for
-            example in a metric. Nans and infs that an op such as argmin read are included. There is one
+            example in a metric. This includes nans and infs that an op such as argmin has read. There is one
             finding for each op and line.
     """
 
@@ -42,12 +43,12 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         self.findings: list[Finding] = []
         self.read: list[Finding] = []
         self._on_finding, self._raises = on_finding, not keep_going
-        self._known: dict[tuple[object, ...], int] = {}  # maps what identifies a finding to its index
+        self._known: dict[tuple[object, ...], int] = {}  # maps the identity of a finding to its index
         tracker = Tracker(model)
         self._watch = Watch(tracker, self._found, strict=strict, patience=patience)
         self._learning = Learning(tracker)
         self._formats = FormatLog(tracker)
-        self._refused: Refused | None = None  # the last op for which torch raised an error on dtypes
+        self._refused: Refused | None = None  # the last op that raised an error about dtypes
         super().__init__(tracker, self._watch, self._learning, self._formats, self)
 
     def open(self, stack: ExitStack) -> None:
@@ -59,7 +60,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         self._refused = refused(self.tracker, call, error) or self._refused
 
     def ended(self, error: BaseException | None) -> None:
-        """Report the remaining nans and infs, and check whether the model learns if there are no findings."""
+        """Report the remaining nans and infs. If there are no findings, check whether the model learns."""
         last, self._refused = self._refused, None  # the error is dropped, because it keeps frames alive
         if error is None or isinstance(error, SystemExit):
             self.tracker.ends()
@@ -76,7 +77,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         self.read = [*{_about(finding): finding for finding in self._watch.read_elsewhere()}.values()]
 
     def report(self) -> str:
-        """Return all findings as text. The text for no findings also lists ops that were not watched."""
+        """Return all findings as text. If there are none, also list ops that were not watched."""
         below = [f"{layer}, {operand}: {found}" for (layer, operand), found in self._formats.ranges().items()]
         if self.findings:
             return "\n\n".join([*map(str, self.findings), *filter(None, ["\n".join(below)])])
@@ -99,7 +100,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         return "\n".join(lines)
 
     def notes(self) -> list[str]:
-        """Return one line for each finding in ``read``, and a command that stops at the first finding."""
+        """Return one line for each finding in ``read``, and a command that stops at the first of them."""
         if not self.read:
             return []
         lines = [f"  {found.headline}, at {found.place}: {found.reached}" for found in self.read]
@@ -125,7 +126,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
 
 
 def _about(finding: Finding) -> tuple[object, ...]:
-    """Return what identifies a finding. Findings for which it is equal are merged."""
+    """Return the identity of a finding. Findings with the same identity are merged."""
     return finding.kind, finding.op, finding.forward_op, finding.place, finding.cause, finding.lesson
 
 
@@ -142,7 +143,7 @@ def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict
     or inf, the region is checked for three reasons why a model may not learn. The reasons are a missing
     optimizer step, updates lost to rounding in the weight's dtype, and gradients that underflow to 0 in fp16.
 
-    Each op waits for the device, so use this to find a fault and not to train. Compiled functions run
+    Each op waits for the device, so use this for debugging and not for training. Compiled functions run
     eagerly. Threads and processes that the region starts are not watched. If one of several ranks raises the
     error, the other ranks wait in their next collective until its process ends. So let the error end the
     process, or use ``keep_going``.

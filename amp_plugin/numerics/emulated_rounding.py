@@ -1,8 +1,8 @@
-"""Run a program with roundings that another implementation of it may have, such as an inference engine.
+"""Run a program with the roundings of another implementation, such as an inference engine.
 
 ``EmulatedRounding`` rounds results or operands of chosen ops once more. ``attention_in_steps`` replaces
-torch's fused attention by single steps, so that it can round as another fused kernel does. Both functions
-change numbers but no dtypes, so the program needs no changes.
+torch's fused attention by separate steps, so that it can round like another fused kernel. Both change values
+but not dtypes, so the program needs no changes.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
     """A region for forward passes in which numbers are rounded once more at chosen places.
 
     Args:
-        dtype: The dtype to round to. Only results of wider dtypes are rounded.
-        places: The places at which to round. Without places, no number is changed, and all places are
+        dtype: The dtype to round to. Only results in a wider dtype are rounded.
+        places: The places at which to round. If no places are given, nothing is rounded, and all places are
             recorded.
 
     Attributes:
         found: Maps the place of each result that is wider than ``dtype`` to the shape of its first result, in
-            the order of first execution. If places are chosen, only the places of their ops are recorded.
+            the order of first execution. If places are given, only places of the same ops are recorded.
         product: The module that called the last matrix product of the forward pass; None if there is none.
         last: The place of the last matrix product; None if its result is not wider than ``dtype``.
     """

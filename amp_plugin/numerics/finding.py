@@ -1,6 +1,6 @@
 """A finding of ``diagnose``, as data and as text.
 
-A finding describes the op or the value from which nans and infs came.
+A finding describes the op or value that nans and infs came from.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Cure:
     """A change to a program.
 
     Attributes:
-        place: A text that says what the lines do and where to put them.
+        place: A string that says what the lines do and where to put them.
         code: The lines of code. The lines need no change if the program's variable for the model is
             ``model``.
     """
@@ -107,20 +107,19 @@ class Finding:
         dtype: The dtype in which the op computed.
         output: A summary of the op's result.
         inputs: Summaries of the tensors among the op's arguments.
-        numbers: Name and value of each Python number among the op's arguments.
+        numbers: The name and value of each Python number among the op's arguments.
         rank: The rank of this process. None if there is a single process.
-        reached: A text that says where the nan or inf went, for example ``"the loss"``.
-        advice: A text that says what to do.
+        reached: A string that says where the nan or inf went, for example ``"the loss"``.
+        advice: A string that says what to do.
         cures: Lines of code to paste into the program, if computing in fp32 helps.
-        when: A text with the numbers of forward passes, backward passes and optimizer steps so far.
+        when: A string with the numbers of forward passes, backward passes and optimizer steps so far.
         device_type: The device type of the op's results, for example ``"cpu"``.
         in_block: Whether the op or, for a backward op, its forward op ran in an autocast block.
-        rule_names: The ops to which to give the rule fp32 if 16 bits are the reason. See
-            ``OpRules.with_rule``.
+        rule_names: The ops that need an fp32 rule if 16 bits are the reason. See ``OpRules.with_rule``.
         source: The path of the weight that held the nan or inf. For input data, the batch, the tensor and the
             row, as far as they are known.
-        lesson: A text with further facts. For ``"learning"``, it says what was measured. For ``"dtype"``, it
-            names the dtypes of the inputs. For ``"clip"``, it names the loss scale and the limit. For
+        lesson: A string with further facts. For ``"learning"``, it says what was measured. For ``"dtype"``,
+            it names the dtypes of the inputs. For ``"clip"``, it names the loss scale and the limit. For
             ``"order"``, it names the call that is missing.
         count: The number of times that this finding occurred at the same op and line.
     """
@@ -199,7 +198,7 @@ class Finding:
         yield from _under("paste", "# or\n".join(f"{cure}\n" for cure in self.cures).splitlines())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the finding as values that JSON can hold. nan and inf become strings."""
+        """Return the finding as JSON-serializable values. nan and inf become strings."""
         return {"headline": self.headline, "direction": self.direction, **as_json(self)}
 
     def __str__(self) -> str:
@@ -222,7 +221,7 @@ class NonFiniteError(FloatingPointError):
 
 
 def laid_out(headline: str, rows: Iterable[tuple[str, str]]) -> str:
-    """Return a text with the headline in its first line, and one line for each name and text."""
+    """Return a string with the headline on the first line, followed by one line for each name and text."""
     named = list(rows)
     width = max(len(name) for name, _ in named)
     return "\n".join([headline, *(f"  {name:<{width}}  {text}" for name, text in named)])

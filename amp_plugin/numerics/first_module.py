@@ -8,7 +8,7 @@
 
     in a backward hook, compute the largest magnitude of the gradients of the outputs on the device
 
-    if a step with hooks is skipped, read these magnitudes on the CPU, in the order of their computation
+    if a step with hooks is skipped, read these magnitudes on the CPU, in the order of computation
 
     at the next call of a module, drop the magnitudes (several optimizers may have stepped by then)
 
@@ -39,8 +39,8 @@ from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.overflows import FirstModules
 from amp_plugin.scaling.step_log import StepLog, StepResult
 
-STEPS_AFTER_SKIP: Final = 8  # after a skipped step, this many steps run with hooks
-STEPS_IN_ALL: Final = 64  # in a whole run, at most this many steps run with hooks
+STEPS_AFTER_SKIP: Final = 8  # this many steps after a skipped step have hooks
+STEPS_IN_ALL: Final = 64  # at most this many steps of a run have hooks
 _MOST_NUMBERS: Final = 50_000  # at most this many magnitudes are kept per step
 _MOST_TENSORS: Final = 8  # at most this many tensors are measured per call of a module
 _DTYPES: Final = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -67,14 +67,14 @@ class ModuleWatch:
         self._measured: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # The ids of the optimizers that have stepped since the last measurement. There may be several.
         self._stepped: set[int] = set()
-        self._just_begun = False  # whether the hooks were registered after the passes before these steps
+        self._just_begun = False  # whether the hooks came too late for the passes that led to these steps
         # _left: how many steps may still run with hooks if no further step is skipped.
         # _budget: how many steps of this run may still run with hooks.
         self._left, self._budget = 0, STEPS_IN_ALL
         self._open = ExitStack()
 
     def open(self) -> None:
-        """Start to wait for the first skipped step."""
+        """Start waiting for the first skipped step."""
         self._log.subscribe(self._look, first=True)
 
     def follow(self, models: Sequence[nn.Module]) -> None:
@@ -83,7 +83,7 @@ class ModuleWatch:
         self._hooks = ModuleHooks(models, self._measure)
 
     def __enter__(self) -> Self:
-        """Start to wait for the first skipped step."""
+        """Start waiting for the first skipped step."""
         self.open()
         return self
 
@@ -107,7 +107,7 @@ class ModuleWatch:
         with only_warning("the watch of modules", self.close):
             was_on = self._left > 0
             optimizer = id(step.optimizer())
-            if optimizer in self._stepped:  # nothing was measured since its last step
+            if optimizer in self._stepped:  # nothing has been measured since its last step
                 self._forget()
             self._stepped.add(optimizer)
             self._budget -= was_on
@@ -123,7 +123,7 @@ class ModuleWatch:
                 self._rest()
 
     def _forget(self) -> None:
-        """Forget the measurements of an iteration that has ended."""
+        """Discard the measurements of an iteration that has ended."""
         self._numbers.clear()
         self._measured.clear()
         self._stepped.clear()
@@ -155,9 +155,9 @@ class ModuleWatch:
                     node.register_prehook(partial(self._measure_gradients, name))
 
     def _is_new(self, tensor: Tensor) -> bool:
-        """Return whether a tensor was not measured yet.
+        """Return whether a tensor has not been measured yet.
 
-        Most inputs of a module were measured before, as the output of another module.
+        Most inputs of a module have already been measured as the output of another module.
         """
         version = 0 if tensor.is_inference() else tensor._version
         known, known_version = self._measured.get(id(tensor), (None, 0))
@@ -199,7 +199,7 @@ class ModuleWatch:
 
 
 def _sentence(seen: Sequence[tuple[str, str, float]]) -> str:
-    """Return a sentence on where the first nan or inf was seen, or ``""`` if there was none."""
+    """Return a sentence that says where the first nan or inf appeared, or ``""`` if there was none."""
     place = next((place for place, entry in enumerate(seen) if not math.isfinite(entry[2])), None)
     if place is None:
         return ""
@@ -211,7 +211,7 @@ def _sentence(seen: Sequence[tuple[str, str, float]]) -> str:
 
 
 def _is_traced() -> bool:
-    """Return whether a module call is traced, transformed by functorch, or recomputed by checkpointing."""
+    """Return whether a module runs in a trace, a functorch transform or a checkpointing recomputation."""
     in_backward = torch._C._current_graph_task_id() != -1
     return (
         in_backward
@@ -221,7 +221,7 @@ def _is_traced() -> bool:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Return the tensors in nested containers whose values can be read, at most 8 of them."""
+    """Return up to 8 tensors from nested containers, leaving out tensors whose values cannot be read."""
     found = [
         leaf
         for leaf in tree_leaves(values)

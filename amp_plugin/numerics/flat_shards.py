@@ -25,10 +25,10 @@ def flat_shards(unit: Any) -> Iterator[tuple[Tensor, nn.Module, str, slice, Call
 
     Yields:
         Tuples (parameter, module, name, slice, describe). ``parameter`` is the parameter that the optimizer
-        has. This is the weight itself if ``use_orig_params`` is set, and otherwise the unit's flat parameter.
-        ``module`` and ``name`` are the module of the weight and the weight's name in this module. ``slice``
-        selects this rank's part in the flat parameter. ``describe`` is a function that describes the part, as
-        in ``shares_of``.
+        updates. It is the weight itself if ``use_orig_params`` is set, and the unit's flat parameter
+        otherwise. ``module`` and ``name`` are the module of the weight and the weight's name in this module.
+        ``slice`` selects this rank's part in the flat parameter. ``describe`` is a function that describes
+        the part, as in ``shares_of``.
     """
     flat = unit._flat_param
     if flat is None:  # the unit has no weights of its own

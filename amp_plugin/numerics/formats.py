@@ -70,7 +70,7 @@ class OperandRange:
 
 
 def input_range(name: str, given: Sequence[Any]) -> OperandRange:
-    """Measure how a format changes the input of a layer, which is the first tensor among its arguments."""
+    """Measure how a format changes a layer's input, which is the first tensor among the layer's arguments."""
     found = OperandRange(name)
     tensor = next((leaf for leaf in given if isinstance(leaf, Tensor)), None)
     if tensor is not None:
@@ -147,7 +147,7 @@ class FormatLog:
         return table
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """Return the measurements as values that JSON can hold."""
+        """Return the measurements as JSON-serializable values."""
         return [
             {"module": module, "operand": operand, "underflow": found.underflow, **as_json(found)}
             for (module, operand), found in self._ranges.items()
@@ -166,7 +166,7 @@ def log_formats(model: nn.Module | None = None) -> FormatLog:
             outermost module that is called.
 
     Returns:
-        A context manager, whose methods ``ranges()``, ``table()`` and ``to_dict()`` return the measurements.
+        A context manager whose methods ``ranges()``, ``table()`` and ``to_dict()`` return the measurements.
 
     Example:
         >>> import torch

@@ -30,11 +30,12 @@ def is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def growth_of(tensor: Tensor, begun: float) -> float:
-    """Return the factor by which a weight's norm has grown from ``begun``.
+    """Return the factor by which a weight's norm has grown from its first value, ``begun``.
 
     The factor is infinite if the norm is no longer finite.
 
-    If a weight began near 0, it is compared with a weight whose elements are all 0.1, a usual initial size.
+    If ``begun`` is smaller than the norm of a tensor of the same size whose elements are all 0.1, the norm of
+    that tensor is used instead.
     """
     factor = norm(tensor) / max(begun, 0.1 * math.sqrt(tensor.numel()))
     return math.inf if math.isnan(factor) else factor
@@ -48,7 +49,7 @@ class WeightGrowth:
         self.add(models)
 
     def add(self, models: Iterable[nn.Module]) -> None:
-        """Store the norms of the weights of models that were not added before."""
+        """Store the norms of the weights of models that have not been added before."""
         for model in models:
             if model not in self._begun:
                 named = model.named_parameters()
@@ -68,6 +69,6 @@ class WeightGrowth:
         return most
 
     def advice(self) -> str:
-        """Return a text that says what to do, or ``""`` if the weights have not grown much."""
+        """Return a string that says what to do, or ``""`` if the weights have not grown much."""
         text = grown(self.factor())
         return text and f"{text[0].upper()}{text[1:]}{DIVERGES}"

@@ -28,7 +28,7 @@ _UNDERFLOWED = 0.25  # underflow is reported if more than this fraction of fp16 
 
 _WIDE = ShadowValues(torch.float32)
 
-# Maps a cause, or a cause and a special case of it, to a text on what was measured and to advice.
+# Maps a cause, or a cause and a special case of it, to a text about the measurement and to advice.
 _REASONS = {
     "no step": (
         "no optimizer took a step in {passes} backward passes",
@@ -64,10 +64,10 @@ class Learning:
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._before: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
-        self._updates, self._underflow = [0, 0], [0, 0]  # (number of lost elements, number of all elements)
+        self._updates, self._underflow = [0, 0], [0, 0]  # (number of lost elements, total number of elements)
         self._steps_with_gradients = 0
         self._leaves: set[int] = set()  # the ids of parameters that got a gradient before the first step
-        self._has_optimizer: bool | None = None  # whether an optimizer has one of these parameters
+        self._has_optimizer: bool | None = None  # whether an optimizer updates one of these parameters
         self._dtype = torch.bfloat16
         self._stepped_at: tuple[Place | None, Place | None] = (None, None)
         self._new: Storages[Site] = Storages()  # the call of torch.tensor() that made the storage

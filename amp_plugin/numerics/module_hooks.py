@@ -1,4 +1,4 @@
-"""Hooks that see each call of a model's modules without any effect on the program.
+"""Hooks that observe each call of a model's modules without affecting the program.
 
 The hooks are removed while torch.compile traces, so compiled code contains neither the hooks nor guards on
 them. A copy or a pickle of the model does not contain the hooks either.
@@ -37,7 +37,7 @@ def prefixes(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing. A copy of the hooks calls this function instead of the user's."""
+    """Do nothing. A copy of the hooks calls this function instead of the original one."""
 
 
 class ModuleHooks:
@@ -81,7 +81,7 @@ class ModuleHooks:
         return ModuleHooks((), _nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Replace the hook in a pickle by a built-in function that does nothing."""
+        """Pickle a built-in function that does nothing in place of the hook."""
         return getattr, (nullcontext(), "__exit__")
 
     @untraced
@@ -123,7 +123,7 @@ class ModuleHooks:
 
 
 def _compiled_call(module: nn.Module) -> Any:
-    """Return the function that ``module.compile()`` has set as a module's call, or None."""
+    """Return the compiled function that ``module.compile()`` has set on a module, or None."""
     return getattr(module, "_compiled_call_impl", None)
 
 

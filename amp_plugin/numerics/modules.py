@@ -37,7 +37,7 @@ class Tracker:
         self.in_step = False  # whether an optimizer step is running
         self._passes_at_step = 0  # the number of backward passes up to the end of the last optimizer step
         self._is_over = False
-        self.sources: Storages[str] = Storages()  # a text that says where a tensor was loaded
+        self.sources: Storages[str] = Storages()  # says where each tensor was loaded
         self._model = None if model is None else _unwrapped(model)
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._weights: Storages[tuple[weakref.ref[Tensor], str]] = Storages()  # (weight, path) by storage
@@ -94,7 +94,7 @@ class Tracker:
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         modules = self._modules()
-        if module in modules:  # inner modules that were left by an error are removed too
+        if module in modules:  # also removes inner modules whose call ended with an error
             while modules.pop() is not module:
                 pass
 
@@ -123,13 +123,16 @@ class Tracker:
         return most
 
     def in_backward(self, task: int) -> None:
-        """Count a backward pass at its first op. Autograd gives each pass a larger number than the last."""
+        """Count a backward pass at its first op.
+
+        Autograd gives each pass a larger number than the one before.
+        """
         if task > self._last_task:
             self._last_task = task
             self.backward_passes += 1
 
     def now(self) -> str:
-        """Return a text that says how many passes and steps have run since the region began.
+        """Return a string that says how many passes and steps have run since the region began.
 
         Skipped steps do not count.
         """
@@ -141,7 +144,7 @@ class Tracker:
         return ", ".join([*begun, step])
 
     def ends(self) -> None:
-        """Note that the program has ended, so that no optimizer step follows."""
+        """Note that the program has ended, so no further optimizer step follows."""
         self._is_over = True
 
     def step_begins(self, _: Optimizer) -> None:
@@ -156,7 +159,7 @@ class Tracker:
 
 
 def _class_of(module: nn.Module) -> str:
-    """Return the name of a module's class, not of the subclass that ``fully_shard`` makes."""
+    """Return the name of a module's class, even if ``fully_shard`` has replaced it by a subclass."""
     kinds = type(module).__mro__
     return kinds[2 if kinds[1].__name__ in _SHARDED else 0].__name__
 

@@ -38,7 +38,7 @@ from amp_plugin.numerics.values import (
 )
 from amp_plugin.quiet_hooks import register_quiet_hook
 
-# The results of these ops share memory with an argument, which their schemas do not tell.
+# The results of these ops share memory with an argument, although the schemas do not say so.
 _VIEWS = frozenset({"_reshape_alias", "_unsafe_view", "alias", "detach", "set_"})
 
 # The namespaces of collectives.
@@ -69,7 +69,7 @@ _OVERWRITING = frozenset(
 )  # fmt: skip
 
 # The kernels of these ops call other ops, which autocast casts.
-# Under a dispatch mode, autocast would not see these inner ops.
+# Under a dispatch mode, autocast does not see these inner ops unless it is enabled for them.
 _AUTOCAST_INSIDE = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
 _ASKED = "_callback_from_stance"  # torch calls this whenever a compiled function is called
@@ -132,7 +132,7 @@ class OpTraits:
 
     @cached_property
     def partly_unwritten(self) -> tuple[int, ...]:
-        """The indices of results that only the backward pass uses, and of which the op writes a part."""
+        """The indices of results that only the backward pass uses and that the op writes only in part."""
         return (1,) if self._packet == "_ctc_loss" else ()
 
     @cached_property
@@ -167,7 +167,7 @@ class OpTraits:
 
     @cached_property
     def may_draw(self) -> bool:
-        """Whether the op may draw random numbers. Attention draws them if its dropout is not 0."""
+        """Whether the op may draw random numbers. Attention draws random numbers if its dropout is not 0."""
         return torch.Tag.nondeterministic_seeded in self._op.tags
 
     @cached_property
@@ -235,7 +235,7 @@ class Call:
     """One call of an op, which is passed to every observer.
 
     Attributes:
-        rank: The rank whose call this is, if torch simulates several ranks in this process. Otherwise None.
+        rank: The rank that makes this call, if torch simulates several ranks in this process. Otherwise None.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class Call:
         self.read: tuple[Any, ...] = ()  # the fingerprints of the inputs, if the run is recorded
 
     def keep(self, note: Any) -> None:
-        """Keep data of an observer until the op has run."""
+        """Keep an observer's data until the op has run."""
         self.kept = note
 
     def keep_fingerprints(self, read: Iterator[Any]) -> None:
@@ -325,7 +325,7 @@ class Call:
 
     @property
     def leaf(self) -> Tensor | None:
-        """The parameter to whose gradient this op of autograd adds. None for all other ops."""
+        """The parameter whose gradient this autograd op accumulates. None for all other ops."""
         adds = self.is_backward and self.node.name().endswith("AccumulateGrad")
         return self.node.variable if adds else None  # type: ignore[attr-defined]
 
@@ -349,7 +349,7 @@ class Call:
     def sites_before(self) -> Iterator[Site]:
         """Yield the places of the ops that computed the last input, the latest op first.
 
-        For a backward op, the last input of its forward op counts. From each op, its first input is followed
+        For a backward op, the last input of its forward op counts. The first input of each op is followed
         back as far as autograd has recorded it.
         """
         node: Any = None if self.is_backward else self.arguments[-1].tensor.grad_fn
@@ -379,7 +379,7 @@ class Call:
         return self.traits.is_repeatable and bool(self.given)
 
     def changed(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Any, Any]:
-        """Return changed arguments, with which the op can run again.
+        """Return a changed copy of the arguments, with which the op can run again.
 
         Args:
             change: A function that replaces each tensor. The function must copy tensors to which the op
@@ -476,7 +476,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             ask = getattr(eval_frame, _ASKED, None)
-            if ask is None:  # if torch lacks this function, a compiled function may have been called
+            if ask is None:  # without this function of torch, calls of compiled functions go unnoticed
                 self.has_compiled = True
             else:
                 stack.enter_context(patch.object(eval_frame, _ASKED, self._notes_compiled(ask)))
@@ -497,7 +497,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ended(error)
 
     def _notes_compiled(self, choose: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap torch's function for the compiler's stance, so that it notes calls of compiled functions."""
+        """Wrap torch's function for the compiler stance, so that calls of compiled functions are noticed."""
 
         def choose_and_note(callback: Any) -> Any:
             self.has_compiled |= callback not in {None, False}
@@ -523,7 +523,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tell(event, optimizer)
 
     def ended(self, error: BaseException | None) -> None:
-        """Do what is left to do when the region is closed.
+        """Do the remaining work when the region is closed.
 
         ``error`` is the error that ended the block, or None.
         """
@@ -539,7 +539,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an op, and call the observers before and after it. Ops on fake tensors are not watched."""
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):  # ops inside the functions that it calls cannot be watched
+        if isinstance(func, HigherOrderOperator):  # ops inside a higher-order operator cannot be watched
             if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
                 self.unseen[str(func)] += 1
             return func(*args, **kwargs)
@@ -611,7 +611,7 @@ def is_watched() -> bool:
 
 
 def _in_block(device: str) -> AbstractContextManager[object]:
-    """Let autocast cast the ops that a kernel calls. Under a dispatch mode, autocast would not see them."""
+    """Let autocast cast the ops inside a kernel, which it does not see under a dispatch mode by default."""
     block = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(f"Autocast{device.upper()}"))
     excluded = torch._C._dispatch_tls_local_exclude_set() - block
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
@@ -624,5 +624,5 @@ def _dispatches(kind: type) -> bool:
 
 
 def listed(ops: Mapping[str, int]) -> str:
-    """Return a text that lists ops with the number of their calls."""
+    """Return a string that lists ops with the number of their calls."""
     return ", ".join(f"{name} ({count} {'call' if count == 1 else 'calls'})" for name, count in ops.items())

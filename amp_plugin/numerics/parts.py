@@ -1,7 +1,7 @@
 """Describe a rank's part of a tensor by numbers that can be combined with those of other ranks.
 
 A tensor of a single process may be spread over several ranks. The numbers that are kept here depend linearly
-on the tensor. So they can be combined later, when all ranks have written their files.
+on the tensor, so they can be combined after all ranks have written their files.
 
 - If the tensor is split along a dimension, the ranks' sums over this dimension add up to the whole sum. The
   order of the parts does not matter.
@@ -11,7 +11,8 @@ on the tensor. So they can be combined later, when all ranks have written their 
 
 The position of a part in the whole tensor is known from a DTensor, from FSDP1, or from a program that shards
 its weights itself (see shares.py). The sketch of a part with a known position depends on this position. The
-sketches of all parts then add up to the sketch of the whole tensor, so a part in a wrong position is noticed.
+sketches of all parts then add up to the sketch of the whole tensor, so a part in a wrong position is
+detected.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from amp_plugin.numerics.values import real_values, sketch_of
 
 Dims = tuple[int, ...]
 
-_BUCKETS = 64  # a sum over dimensions that has more elements is replaced by a sketch of this length
+_BUCKETS = 64  # a sum with more elements than this is replaced by a sketch of this length
 _MOST_VALUES = 16  # all elements of a tensor are kept if it has at most this many
 _MOST_DIMS = 4  # a tensor with at most this many dimensions is also summed over pairs of dimensions
 
@@ -50,7 +51,8 @@ class Part:
         sums: Maps dimensions of the tensor to the sum over these dimensions, or to a sketch of this sum.
         values: All elements of the part if there are at most 16; else empty.
         whole_shape: The shape of the whole tensor, if it is known; else empty.
-        whole: The sketch by positions in the whole tensor. Empty if the positions are not known.
+        whole: A sketch that depends on the positions in the whole tensor. Empty if the positions are not
+            known.
         added: The names of the mesh dimensions along which the parts are shards or partial sums.
         divided: The number by which the sum of the parts is divided. It is above 1 only for a partial mean.
         rounding: How far rounding has moved the part, as a relative difference from the exact values.
@@ -110,7 +112,7 @@ def placed(
     added: Sequence[str] = (),
     divided: float = 1.0,
 ) -> Part:
-    """Return the description of a part, extended by its position in the whole tensor.
+    """Return a copy of a part's description that also has the part's position in the whole tensor.
 
     Args:
         part: The description of ``exact``.

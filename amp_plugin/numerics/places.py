@@ -50,7 +50,7 @@ class Place:
 
 
 def called_from(frame: FrameType | None = None) -> tuple[Place | None, Place | None]:
-    """Return the innermost line that runs now, outside torch and this package.
+    """Return the innermost running line outside torch and this package.
 
     If this line is in an installed library, also return the line of the program that called the library.
     """
@@ -95,7 +95,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def place_in_trace(text: str) -> Place | None:
-    """Return the last line of a stack trace, given as text, that is outside torch and this package.
+    """Return the last line of a textual stack trace that is outside torch and this package.
 
     Return None if there is no such line.
     """
@@ -126,7 +126,7 @@ class Site:
     @classmethod
     def here(cls, op: str, module: str) -> Site:
         """Return the site of the op that is running."""
-        # torch.is_autocast_enabled() is always False inside an op, so the depth of nesting is read.
+        # torch.is_autocast_enabled() is always False inside an op, so the nesting depth is read.
         depth = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
         return cls(op, module, *called_from(), depth > 1)

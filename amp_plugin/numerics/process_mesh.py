@@ -25,7 +25,7 @@ class ProcessMesh:
         if len({len(place) for place in places.values()}) > 1:  # a rank may have ended before its first step
             axes, places = [], dict.fromkeys(runs, ())
         sharing: Counter[Coordinates] = Counter()
-        for rank, place in places.items():  # several groups of ranks may have a mesh of this form each
+        for rank, place in places.items():  # several groups of ranks may each have a mesh of this shape
             places[rank] = (sharing[place], *place)
             sharing[place] += 1
         outer = Axis("ranks" if not axes else "other ranks", max(sharing.values()))

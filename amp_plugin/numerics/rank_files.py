@@ -25,8 +25,8 @@ _ANOTHER_KIND = "{path} is {kind}, but this recording needs {other}; remove it, 
 def seat_of_process() -> tuple[int, int]:
     """Return the rank of this process and the number of ranks.
 
-    Rank and number of ranks come from the process group or the launcher's environment. Without these, return
-    (0, 1).
+    The rank and the number of ranks come from the process group or from the launcher's environment. Without
+    these, return (0, 1).
     """
     seats = [(0, 1)]
     rank, ranks = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
@@ -70,12 +70,12 @@ class RankFile:
         return self._path / f"rank-{self._seat[0]}.amp" if self.has_other_ranks else self._path
 
     def settle(self, seat: tuple[int, int] | None = None) -> None:
-        """Find out the rank and the number of ranks, and make the folder if there are several ranks.
+        """Determine the rank and the number of ranks, and create the folder if there are several ranks.
 
         An earlier file of this rank in the folder is removed.
 
-        A process group may be made after a recording has begun, and destroyed before the recording ends.
-        Therefore this method is called more than once, and the largest number of ranks counts.
+        A process group may be created after the recording has begun, and destroyed before the recording ends.
+        Therefore this method is called more than once, and keeps the largest number of ranks.
 
         Args:
             seat: The rank and the number of ranks. The default is the rank of this process.
@@ -102,7 +102,7 @@ class RankFile:
     def note_mesh(self, dimensions: Mapping[str, int]) -> None:
         """Remember a device mesh, given by the sizes of its dimensions.
 
-        If this is called for several meshes, the mesh with most dimensions counts.
+        If this is called for several meshes, the one with the most dimensions is kept.
         """
         if len(dimensions) > len(self._mesh):
             self._mesh = dict(dimensions)

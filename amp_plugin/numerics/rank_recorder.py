@@ -51,7 +51,7 @@ class RankRecorder:
         # The collectives whose results no op has read yet. A result may arrive after the op has returned.
         self._exchanged: Storages[Call] = Storages()
         # The relative rounding error of each tensor that this rank passed to a collective.
-        # For gradients that DDP puts into its buckets, _taken_of_weights has the error by weight.
+        # For gradients that DDP copies into buckets, _taken_of_weights maps the weight's name to this error.
         self._taken: Storages[float] = Storages()
         self._taken_of_weights: dict[str, float] = {}
         self.run = Run([], {}, {}, {}, parts={}, mesh={})
@@ -77,7 +77,7 @@ class RankRecorder:
     def note_mesh(self, mesh: dict[Axis, int]) -> None:
         """Remember a device mesh, which maps each dimension to the coordinate of this rank along it.
 
-        If this is called for several meshes, the mesh with most dimensions counts.
+        If this is called for several meshes, the one with the most dimensions is kept.
         """
         if len(mesh) > len(self.run.mesh):
             self.run = self.run._replace(mesh=mesh)
@@ -123,7 +123,7 @@ class RankRecorder:
         if not call.traits.is_collective:
             for argument in call.given:
                 self._arrives(argument.tensor)
-        if not call.traits.waits:  # data that the op waits for may not have arrived
+        if not call.traits.waits:  # the data that the op waits for might not have arrived yet
             call.keep_fingerprints(self._reads(call))
         if call.traits.is_collective:
             call.keep(self._rounding_of_inputs(call))
@@ -132,7 +132,7 @@ class RankRecorder:
         """Remember a collective, so that its results are recorded when an op reads them."""
         for result in results:
             self._taken.set(result, call.kept)
-            # Gradients in a bucket of DDP are recorded one by one before the optimizer step.
+            # Gradients in a DDP bucket are recorded one by one before the optimizer step.
             if not _is_of_bucket(call):
                 self._exchanged.set(result, call)
 
@@ -235,7 +235,7 @@ class RankRecorder:
 
 
 def _is_of_bucket(call: Call) -> bool:
-    """Return whether DDP calls the op in C++ to fill or empty its buckets of gradients."""
+    """Return whether DDP's C++ code calls the op to fill or empty a gradient bucket."""
     return (call.leaf is not None or not call.is_backward) and is_called_by_engine()
 
 
@@ -249,7 +249,7 @@ def _coarsest(tensors: Sequence[Tensor]) -> torch.finfo | None:
 def _excess(call: Call, result: Tensor, exact: Tensor, coarsest: torch.finfo) -> float:
     """Return an op's own error, divided by the error that rounding explains.
 
-    Rounding explains the error of rounding the result, and of fp32 sums whose terms cancel.
+    Rounding explains errors from rounding the result and from fp32 sums whose terms cancel.
     """
     if not result.is_floating_point():
         return 0.0

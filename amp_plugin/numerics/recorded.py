@@ -1,4 +1,4 @@
-"""The contents of a recording, which are results of ops, gradients and weights, and its file format."""
+"""The contents of a recording (results of ops, gradients and weights) and its file format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from amp_plugin.numerics.parts import Axis, Part
 from amp_plugin.numerics.values import Fingerprint
 
 FORMAT = "amp_plugin run 8"
-_FORMAT_OF_RESULTS_ALONE = "amp_plugin run 5"  # files of this format contain no weights and gradients
+_FORMAT_OF_RESULTS_ALONE = "amp_plugin run 5"  # files in this format contain no weights or gradients
 _OF_EARLIER_RELEASES = "amp_plugin.numerics.compare."  # OpRecord was in this module in earlier releases
 
 
@@ -112,7 +112,7 @@ class Run(NamedTuple):
 
     @classmethod
     def load(cls, path: Path) -> Run:
-        """Read a recording without unpickling anything else. Any other file raises a ValueError."""
+        """Read a recording safely, without unpickling unknown classes. Any other file raises a ValueError."""
         kept, reason = None, None
         known = [OpRecord, Fingerprint, Weight, Part, Axis]
         moved = [(OpRecord, f"{_OF_EARLIER_RELEASES}OpRecord")]

@@ -62,12 +62,12 @@ _REFUSES: Final = re.compile(
 _UNSCALES: Final = "Attempting to unscale FP16 gradients"  # the error of a scaler, torch's or ours
 _NUMPY: Final = "Got unsupported ScalarType"  # the error of Tensor.numpy(), which is not an op
 
-# Words in error messages of ops about dtypes. They are used if the op cannot run again in other dtypes.
+# Words that occur in the dtype errors of ops. They are used if the op cannot run again in other dtypes.
 _OF_DTYPES: Final = re.compile(
     rf"{_REFUSES.pattern}|\bdtypes?\b|scalar type|\b(Half|BFloat16|b?float16)\b|HalfTensor|BFloat16Type"
 )
 
-# Maps a part of a scaler's error message to the method, when it was called, and the mistake.
+# Maps a part of a scaler's error message to the method, the time of the call, and the code of the mistake.
 _ORDERS: Final = {
     "unscale_() is being called after step()": (
         "unscale_()",
@@ -109,7 +109,7 @@ def refused(tracker: Tracker, call: Call, error: BaseException) -> Refused | Non
 
 
 def _finding(tracker: Tracker, call: Call, rule: str) -> Finding:
-    """Describe an op that raised an error in the dtypes of its inputs, and that runs under an op rule."""
+    """Describe an op that fails with the dtypes of its inputs but runs under an op rule."""
     site, node = call.site, call.node
     inputs = tuple(summarise(a.tensor, tracker.weight(a.tensor) or a.label) for a in call.arguments)
     is_in_place = bool(call.traits.written)
@@ -185,7 +185,7 @@ def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException
 
 
 def _out_of_order(error: BaseException) -> Finding | None:
-    """Return a finding if a scaler raised the error because its methods were called in a wrong order."""
+    """Return a finding if a scaler raised the error because its methods were called in the wrong order."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_scalers = any(isinstance(frame.f_locals.get("self"), torch.amp.GradScaler) for frame in frames)
     order = next((order for part, order in _ORDERS.items() if part in str(error)), None)

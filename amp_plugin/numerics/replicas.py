@@ -10,7 +10,7 @@ for each step, in order
 
     compare the gradients of each replica between the ranks
 
-    if they differ by more than rounding, an all-reduce is missing, or there is one too many
+    if they differ by more than rounding, an all-reduce is missing or superfluous
 
     stop at the first step with differences, because differences in later steps follow from them
 """
@@ -24,7 +24,7 @@ from amp_plugin.numerics.recorded import Weight
 
 
 def replicas_of(ranks: Sequence[Mapping[str, Weight]]) -> set[str]:
-    """Return the names of the weights of which each rank has a copy."""
+    """Return the names of the weights that are replicated on all ranks."""
     if len(ranks) < 2:
         return set()
     shared = set.intersection(*(set(weights) for weights in ranks))

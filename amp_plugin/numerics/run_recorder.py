@@ -54,7 +54,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
             if no weight is a DTensor.
         placements: The placements on ``mesh`` of weights that the program shards itself. The dict maps the
             name of a weight to one placement of ``torch.distributed.tensor`` for each dimension of the mesh.
-            A name begins as in a report, and ``*`` stands for any text. With placements, each shard is
+            Names are written as in a report, and ``*`` matches any text. With placements, each shard is
             compared at its position in the whole tensor. All shards of a weight must have the same size.
 
     Raises:
@@ -83,24 +83,27 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
 
     @property
     def run(self) -> Run:
-        """The recording so far. If this process simulates several ranks, it is that of the first rank."""
+        """The recording so far.
+
+        If this process simulates several ranks, this is the recording of the first rank.
+        """
         return next(iter(self._ranks.values())).run
 
     def open(self, _: ExitStack) -> None:
-        """Find out which files this process writes."""
+        """Determine which files this process writes."""
         for rank in simulated_ranks() or (None,):
             self._ranks[rank] = RankRecorder(RankFile(self._path), self.shadows, self.tracker)
             self._ranks[rank].note_mesh(axes_of(self._mesh, rank))
         self._settle()
 
     def _settle(self) -> None:
-        """Find out the ranks, and make their folder."""
+        """Determine the ranks, and create their folder."""
         count = 1 + max((rank for rank in self._ranks if rank is not None), default=0)
         for rank, recorder in self._ranks.items():
             recorder.file.settle(None if rank is None else (rank, count))
 
     def ended(self, error: BaseException | None) -> None:
-        """Write the files, also after an error of the program."""
+        """Write the files, even if the program raised an error."""
         self._settle()
         for recorder in self._ranks.values():
             recorder.write(self._unmeasured(), is_whole=error is None)
@@ -124,7 +127,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         """Record the gradients that reach the optimizer, and each weight before its first step."""
         if self.tracker.steps >= self._most:
             return
-        with suppress(OSError):  # if the folder cannot be made, the error is raised at the region's end
+        with suppress(OSError):  # if the folder cannot be created, the error is raised at the region's end
             self._settle()
         flat = self._flat_shares()
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]

@@ -1,4 +1,4 @@
-"""Find calls of torch's functions for gradient clipping that clip gradients before they are unscaled."""
+"""Find calls of torch's gradient clipping functions that happen before the gradients are unscaled."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
-# torch.amp.GradScaler and our GradScaler. `amp-plugin run` replaces torch.amp.GradScaler by another class.
+# torch.amp.GradScaler and our GradScaler. `amp-plugin run` replaces torch.amp.GradScaler with another class.
 _SCALERS: Final = [kind for kind in GradScaler.__mro__ if {"step", "unscale_"} <= vars(kind).keys()]
-# At most this many calls at one line are checked, because each check reads the loss scale from the device.
+# At most this many calls per line are checked, because each check reads the loss scale from the device.
 _MOST_LOOKS: Final = 20
-# The user has multiplied the limit by the loss scale if it is above this and above 1 % of the scale.
+# The user is taken to have scaled a limit that is above this number and above 1 % of the loss scale.
 _LARGEST_LIMIT: Final = 10.0
 
 
@@ -40,7 +40,7 @@ def carries_scale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """Return whether the gradients of an optimizer are still multiplied by the scaler's loss scale."""
     if not scaler.is_enabled() or scaler._scale is None:
         return False
-    if isinstance(scaler, GradScaler):  # reading _per_optimizer_states would have an effect on our scaler
+    if isinstance(scaler, GradScaler):  # reading _per_optimizer_states would have side effects on our scaler
         known = scaler.core.find(optimizer)
         return known is None or known.stage is OptState.READY
     state = scaler._per_optimizer_states.get(id(optimizer))
@@ -55,8 +55,8 @@ class _Clip:
         name: The name of the function.
         limit: The limit to which the gradients are clipped.
         places: The lines that called the function, as ``called_from`` returns them.
-        grad: A weak reference to one of the gradients. The reference is only set if no scaler has been called
-            with their optimizer yet.
+        grad: A weak reference to one of the gradients. The reference is set only if no scaler has been called
+            with the gradients' optimizer yet.
         version: The version counter of ``grad`` after the clip.
     """
 
@@ -86,7 +86,7 @@ class ScaledClips:
         self._early: list[_Clip] = []
         self._early_looks = 0
         self._looks: dict[tuple[Any, ...], int] = {}
-        self._is_inside = False  # whether a clip function runs now; one clip function may call another
+        self._is_inside = False  # whether a clip function is running; one clip function may call another
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -146,7 +146,7 @@ class ScaledClips:
         return watched
 
     def _look(self, name: str, params: list[Tensor], limit: Any) -> bool:
-        """Report a clip of gradients that are not unscaled.
+        """Report a clip of gradients that have not been unscaled.
 
         Return whether a scaler has been called with an optimizer of these parameters.
         """
@@ -161,7 +161,7 @@ class ScaledClips:
         return is_known
 
     def _remember(self, name: str, params: list[Tensor], limit: Any) -> None:
-        """Remember a clip of parameters whose optimizer no scaler has been called with.
+        """Remember a clip of parameters whose optimizer has not been passed to a scaler yet.
 
         Only the first 20 clips are remembered.
         """
@@ -225,7 +225,7 @@ def _finding(clip: _Clip, scaler: Any, optimizer: Any, numbers: tuple[float, flo
 
 
 def _names_of(wanted: Sequence[object], frame: FrameType | None) -> list[str]:
-    """Return the variable names of objects in the innermost frame of the program that has all of them.
+    """Return the objects' variable names in the innermost frame of the program that holds all the objects.
 
     Return an empty list if no frame has variables for all these objects.
     """

@@ -35,10 +35,10 @@ class Errors:
         own: The error that the op itself adds. This error is the mean of |result - exact| / |exact| over the
             elements, where ``exact`` is the result of the op in the wide dtype on the same inputs. If the op
             only rounds its result once, this error is about a quarter of the dtype's eps. An element that
-            underflows counts as 1.
-        arriving: The accumulated error of this op and of all ops before it. This error is norm(result -
-            exact) / norm(exact), where ``exact`` is the result of the op in a run without rounding.
-        largest: The largest magnitude of a finite element of the results.
+            underflows counts as an error of 1.
+        arriving: The accumulated error of this op and all ops before it. This error is norm(result - exact) /
+            norm(exact), where ``exact`` is the result of the op in a run without rounding.
+        largest: The largest magnitude among the finite elements of the results.
         narrow: The dtype of the results. If results have several dtypes, the dtype with the smallest range.
         elements: The number of elements in all results.
         underflowed: The number of elements that are 0, although the exact result is not 0.
@@ -159,7 +159,7 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
             others = own and call.again(call.kept[1], results)
         elif not call.traits.is_unwritten and {a.name for a in call.arguments} - call.traits.overwritten:
             call.count_unmeasured()
-        if others is None:  # an op that cannot run in the wide dtype has a result that is taken as exact
+        if others is None:  # if an op cannot run in the wide dtype, its result is taken as exact
             own, others = None, results
         for number, result in enumerate(results):
             if self.shadows.follows(result):
@@ -205,11 +205,11 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
             self._errors.setdefault(key, Errors()).add(result, exact, self.shadows.of(result))
 
     def errors(self) -> dict[Key, Errors]:
-        """Map each (module, op, direction) to its errors, sorted by the op's own error, the largest first."""
+        """Map each (module, op, direction) to its errors, sorted by the op's own error, largest first."""
         return dict(sorted(self._errors.items(), key=lambda row: (-row[1].own, -row[1].arriving)))
 
     def jump(self) -> tuple[Key, float] | None:
-        """Return the forward op at which the accumulated error grows most, or None if no op stands out.
+        """Return the forward op at which the accumulated error grows the most, or None if no op stands out.
 
         The ops are looked at in the order in which they first ran. The accumulated error of each op is
         compared with the largest accumulated error before it.
@@ -254,7 +254,7 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         return dict(self.unseen)
 
     def table(self, rows: int | None = 20) -> Table:
-        """Return a rich table of the errors, sorted by the op's own error, the largest first.
+        """Return a rich table of the errors, sorted by the op's own error, largest first.
 
         Args:
             rows: The largest number of rows. None shows all rows.
@@ -279,7 +279,7 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         return table
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all errors as values that JSON can hold."""
+        """Return all errors as JSON-serializable values."""
         rows = [
             {"module": module, "op": op, "pass": direction, "headroom": errors.headroom, **as_json(errors)}
             for (module, op, direction), errors in self.errors().items()
@@ -289,7 +289,7 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
 
 
 def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.float32) -> ShadowRun:
-    """Run each op of a region in a wide dtype too, and measure how much precision is lost in 16 bits.
+    """Run each op of a region in a wide dtype as well, and measure how much precision is lost in 16 bits.
 
     Each op runs three times:
 
@@ -309,7 +309,7 @@ def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.flo
         dtype: The wide dtype, ``torch.float32`` or ``torch.float64``.
 
     Returns:
-        A context manager, whose methods ``errors()``, ``table()`` and ``to_dict()`` return the measurements.
+        A context manager whose methods ``errors()``, ``table()`` and ``to_dict()`` return the measurements.
 
     Raises:
         ValueError: ``dtype`` is neither ``torch.float32`` nor ``torch.float64``.

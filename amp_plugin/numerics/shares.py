@@ -94,7 +94,7 @@ def _share(
 
 
 def _placements_of(name: str, asked: Placements) -> Sequence[Any]:
-    """Return the placements that the program gives for a weight, which are empty if it gives none."""
+    """Return the placements that the program gives for a weight, or an empty tuple if it gives none."""
     return next((given for pattern, given in asked.items() if fnmatchcase(clean_name(name), pattern)), ())
 
 
@@ -112,7 +112,7 @@ def check_placements(asked: Placements, mesh: DeviceMesh | None) -> None:
 
 
 def _whole_shape(exact: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[int, ...]:
-    """Return the shape of the whole tensor, whose shards all have the same size."""
+    """Return the shape of the whole tensor, given that all its shards have the same size."""
     shape = [*exact.shape]
     for size, placement in zip(mesh.shape, placements, strict=True):
         if placement.is_shard():

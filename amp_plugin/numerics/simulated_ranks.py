@@ -19,7 +19,7 @@ _MODULE = "torch.distributed._local_tensor"
 
 
 def simulated_ranks() -> tuple[int, ...]:
-    """Return the ranks of the innermost open ``LocalTensorMode``, or no ranks outside of the mode."""
+    """Return the ranks of the innermost open ``LocalTensorMode``, or an empty tuple outside the mode."""
     module = sys.modules.get(_MODULE)
     mode = None if module is None else module.local_tensor_mode()
     return () if mode is None else tuple(sorted(mode.ranks))

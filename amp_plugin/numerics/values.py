@@ -26,7 +26,7 @@ PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 _BUCKETS = 128  # the number of buckets of a fingerprint
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SWEEP = 4096  # whenever this many entries were added, the entries of freed storages are dropped
+_SWEEP = 4096  # each time this many entries have been added, the entries of freed storages are dropped
 _NARROW = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_", "float4_")))
 
 
@@ -160,7 +160,7 @@ class Fingerprint:
     norm: float  # the Euclidean norm of the finite elements
     unfinite: int  # the number of elements that are not finite
     # A count sketch: each element is added, with a pseudo-random sign, to a pseudo-random bucket.
-    # The distance of two sketches is the distance of their tensors, to about 10 %.
+    # The distance between two sketches is that between their tensors, to within about 10 %.
     sketch: Sequence[float]
     is_discrete: bool = False  # whether the tensor holds integers or booleans
     made_by: int = -1  # the index of the record whose op made the tensor; -1 if no op of the region did
@@ -182,7 +182,7 @@ class Fingerprint:
 def fingerprint(tensor: Tensor, made_by: int = -1) -> Fingerprint:
     """Return the fingerprint of a dense tensor.
 
-    Integers and booleans are hashed, so it does not matter how far two of them are apart.
+    Integers and booleans are hashed, so it does not matter how far apart two of them are.
     """
     is_discrete = not (tensor.is_floating_point() or tensor.is_complex())
     flat = (tensor.detach() if is_discrete else real_values(tensor)).contiguous().reshape(-1)  # type: ignore[union-attr]
@@ -257,7 +257,7 @@ def as_json(value: Any) -> Any:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return the address of the storage that holds a tensor's values, or 0 if it has none."""
+    """Return the address of the storage that holds a tensor's values, or 0 if there is none."""
     try:
         return int(_stored(tensor).untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError, ValueError):  # tensor subclasses and lazy parameters
@@ -332,7 +332,7 @@ class ShadowValues(Storages[Tensor]):
         )
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype that the shadow of a tensor of this dtype has. Integers keep their dtype."""
+        """Return the dtype of the shadow of a tensor with this dtype. Integers keep their dtype."""
         if dtype.is_complex:
             return self.dtype.to_complex()
         return self.dtype if dtype.is_floating_point else dtype

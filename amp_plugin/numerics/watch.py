@@ -56,11 +56,11 @@ from amp_plugin.numerics.values import (
 
 Verdict = Literal["made", "on purpose", "masked", "passed on"]
 
-# A number is taken for a mask if its magnitude is above this fraction of its dtype's largest number.
-# In bf16 and fp32 that is about 1e38, with which no program computes.
+# A number counts as a mask value if its magnitude is above this fraction of its dtype's largest number.
+# In bf16 and fp32 that is about 1e38, a magnitude that ordinary computations never reach.
 # In fp16, activations and scaled gradients do get near 65504, so the fraction is nearly 1.
 _MASKING, _MASKING_IN_FP16 = 0.25, 0.999
-# If this many backward passes in a row overflow, the overflow is reported.
+# An overflow is reported if this many backward passes in a row overflow.
 # By then, a scaler that began with a loss scale of 2^16 has halved it to less than 1.
 PATIENCE: Final = 20
 _ORDERS = frozenset({"ord", "p", "norm_type"})
@@ -82,9 +82,9 @@ class Origin:
     kind: Kind  # as in Finding
     # The finding to report. None for a constant, and for memory that no op has read yet.
     finding: Finding | None = None
-    # The place where the op was called that made the inf or nan. For a backward op, its forward op counts.
+    # The place that called the op that made the inf or nan. For a backward op, the place of its forward op.
     site: Site | None = None
-    is_reported: bool = False  # if True, this origin and all that follows from it are not reported again
+    is_reported: bool = False  # if True, neither this origin nor anything it leads to is reported again
     is_read: bool = False  # whether an op has computed with the inf or nan; copies and views do not count
     is_absorbed: bool = False  # whether an op has computed finite numbers from the inf or nan
     is_compared: bool = False  # whether an op has computed integers or booleans from the inf or nan
@@ -110,7 +110,7 @@ class Watch:
         self, tracker: Tracker, found: Callable[[Finding], None], *, strict: bool, patience: int
     ) -> None:
         self._tracker, self._found, self._strict, self._patience = tracker, found, strict, patience
-        # Maps the numbers of the last backward passes, if their fp16 gradients overflowed, to the origins.
+        # Maps the number of each recent backward pass whose fp16 gradients overflowed to the origin.
         # A few overflows in a row are normal while the loss scale is still too large.
         self._overflowed: dict[int, Origin] = {}
         self._origins: Storages[Origin] = Storages()
@@ -166,7 +166,7 @@ class Watch:
         return classmethod(apply)
 
     def _function_ended(self, site: Site, forward_op: str, outputs: object, inputs: object) -> None:
-        """Look for infs and nans that a user's autograd function made without torch's ops."""
+        """Look for infs and nans that a user's autograd function made outside torch's ops."""
         with unwatched():
             for output in _tensors(outputs):
                 known = self._origins.get(output)
@@ -299,7 +299,7 @@ class Watch:
             self._report(origin, f"{' and '.join(judged.held)} in {call}")
         elif owner and isinstance(result.tensor, nn.Parameter):
             if origin.kind == "input" and call.traits.moves:
-                origin.kind = "weight"  # the weight was loaded with an inf; an op that uses it reports it
+                origin.kind = "weight"  # loaded with an inf, which is reported when an op uses the weight
             else:
                 self._report(origin, f"the weight {owner}, written by {call}")
         elif self._strict and judged.verdict == "made":
@@ -308,7 +308,7 @@ class Watch:
             self._in_buffers[owner] = origin
 
     def _origins_of(self, tensors: Iterator[Tensor]) -> Iterator[Origin]:
-        """Yield the origins of infs and nans in tensors, if an origin has a finding to report."""
+        """Yield the origins of the infs and nans in tensors, leaving out origins without a finding."""
         origins = (self._origins.get(tensor) for tensor in tensors)
         return (origin for origin in origins if origin is not None and origin.finding is not None)
 
@@ -347,7 +347,7 @@ class Watch:
     def _made(self, call: Call, result: Argument, judged: Judgement) -> Origin:
         """Return the origin of an inf or nan that an op made.
 
-        If an inf or nan in an input is the cause, this is the origin of the input.
+        If an inf or nan in an input is the cause, return the origin of that input.
         """
         if call.traits.base not in SOFTMAXES or any("inf" in given.held for given in judged.of):
             for given in judged.of:
@@ -391,7 +391,7 @@ class Watch:
     def left_over(self) -> None:
         """Report, at the end of the region, infs and nans that were not reported before.
 
-        Overflows in the last backward passes are reported, and buffers that are not finite. If no backward
+        This includes overflows in the last backward passes, and buffers that are not finite. If no backward
         pass ran, every inf or nan that no op has absorbed is reported, too.
         """
         passes = self._tracker.backward_passes
@@ -413,7 +413,7 @@ class Watch:
     def read_elsewhere(self) -> Iterator[Finding]:
         """Yield findings about infs and nans that reached no gradient or weight but were read.
 
-        Python has read them as numbers, or an op such as argmin has chosen by them.
+        Python has read them as numbers, or an op such as argmin has selected elements by them.
 
         Overflows of fp16 gradients are left out, because the scaler needs them to find the loss scale.
         """
@@ -431,7 +431,7 @@ class Watch:
 
     def _reaches_gradient(self, origin: Origin, what: str) -> None:
         found = origin.finding
-        # Whether this is an overflow that a too large loss scale can cause.
+        # Whether this is an overflow that too large a loss scale can cause.
         is_scaled = found is not None and (found.kind, found.direction, found.dtype) == _SCALED
         if found is None or not is_scaled or "nan" in found.held or self._strict:
             self._report(origin, what)
@@ -465,7 +465,7 @@ class Watch:
 def _is_another(result: Tensor, wide: Tensor) -> bool:
     """Return whether an element differs by more than 50 % from its value in a wider dtype.
 
-    Elements whose value in the wider dtype is outside of the range of the result's dtype do not count.
+    Elements whose wider value is outside the range of the result's dtype are ignored.
     """
     info = torch.finfo(result.dtype)
     holds = (wide.abs() >= info.smallest_normal) & (wide.abs() <= info.max)
@@ -479,11 +479,11 @@ def _tensors(values: object) -> Iterator[Tensor]:
 
 
 class Judgement(NamedTuple):
-    """A statement on where the infs or nans of one result come from.
+    """Where the infs or nans of one result come from, expressed as a verdict.
 
     The verdict ``"made"`` means that the op made the inf or nan. ``"on purpose"`` means that the program gave
-    it as a constant. ``"masked"`` means that the op computed -inf from a large negative number, as masks
-    contain. ``"passed on"`` means that an input contained the inf or nan.
+    it as a constant. ``"masked"`` means that the op computed -inf from a large negative number, as is common
+    in masks. ``"passed on"`` means that an input contained the inf or nan.
     """
 
     verdict: Verdict
@@ -494,7 +494,7 @@ class Judgement(NamedTuple):
 def judge(
     result: Argument, given: Sequence[Argument], traits: OpTraits, scalars: Sequence[float]
 ) -> Judgement:
-    """Return a statement on where the infs or nans of one result come from."""
+    """Determine where the infs or nans of one result come from."""
     if traits.is_listwise and result.index is not None:
         given = [argument for argument in given if argument.index in {None, result.index}]
     values = non_finite(result.tensor)
@@ -502,7 +502,7 @@ def judge(
     own: list[tuple[Held, Tensor | None]] = [] if unfinite else [(values, None)]  # none from an input
     if unfinite and traits.is_pointwise and (new := _new_elements(result.tensor, unfinite)) is not None:
         own.append((non_finite(result.tensor, new), new))
-    # If an op only copies, it made those non-finite values that were in none of its arguments.
+    # An op that only copies made those non-finite values that were in none of its arguments.
     if unfinite and traits.moves:
         brought = {name for argument in unfinite for name in argument.held}
         own.append((tuple(name for name in values if name not in brought), None))
@@ -524,7 +524,7 @@ def judge(
 def _are_constants(held: Held, scalars: Sequence[float], *, computes: bool) -> bool:
     """Return whether the program passed these infs or nans to the op as Python numbers.
 
-    Ops that compute may change the sign of an inf.
+    An op that computes may flip the sign of an inf.
     """
     if "nan" in held:
         return any(map(math.isnan, scalars))
@@ -534,7 +534,7 @@ def _are_constants(held: Held, scalars: Sequence[float], *, computes: bool) -> b
 
 
 def _is_masked(result: Tensor, given: Sequence[Argument], where: Tensor | None) -> bool:
-    """Return whether, where the result is -inf, an input is near the negative end of its dtype's range."""
+    """Return whether an input is close to its dtype's lowest number wherever the result is -inf."""
     values = real_values(result)
     if values is None:
         return False
@@ -574,7 +574,7 @@ def _new_elements(result: Tensor, unfinite: Sequence[Argument]) -> Tensor | None
 
 
 def _spread(mask: Tensor, over: Tensor) -> Tensor | None:
-    """Return a mask broadcast to the shape of a result, or None if the shapes do not allow it."""
+    """Broadcast a mask to the shape of a result, or return None if the shapes do not allow it."""
     try:
         return mask.broadcast_to(over.shape)
     except RuntimeError:

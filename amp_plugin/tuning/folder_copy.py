@@ -27,7 +27,7 @@ _MOST_FILES: Final = 50_000
 # The number of Linux's ioctl FICLONE on x86-64 and ARM. If a system refuses it, the file is copied.
 _CLONE: Final = 0x40049409
 
-Signature = tuple[int, int, int, int]  # numbers of a file that change when a program writes to the file
+Signature = tuple[int, int, int, int]  # numbers that change when a program writes to the file
 
 
 class FolderCopy:
@@ -45,7 +45,7 @@ class FolderCopy:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Make the copy equal to the folder again, and make it the working directory in a block."""
+        """Restore the copy from the folder, and make it the working directory in a block."""
         present, shell = Path.cwd(), os.environ.get("PWD")
         self._restore()
         os.chdir(self._copy)
@@ -119,7 +119,7 @@ class FolderCopy:
     def _copy_file(self, source: Path, target: Path, copied: int) -> int:
         """Clone or copy a file, and return the number of bytes that were copied.
 
-        ``copied`` is the number of bytes that were copied before.
+        ``copied`` is the number of bytes that have been copied so far.
         """
         size = 0
         if not _clone(source, target):

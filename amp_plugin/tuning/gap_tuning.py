@@ -149,7 +149,7 @@ class GapTuning:
     __str__ = report
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all measurements, causes and changes as values that JSON can hold."""
+        """Return all measurements, causes and changes as JSON-serializable values."""
         names = ("gap", "floor", "trainer_error", "generator_error", "causes", "explained")
         more = ("fp32_modules", "after", "generator", "seconds", "tried", "is_followed", "is_rounding")
         values = {name: getattr(self, name) for name in (*names, *more, "is_closed", "headline")}

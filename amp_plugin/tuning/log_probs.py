@@ -14,7 +14,7 @@ top-p. The recorded log-probabilities show what the generator did.
 
     keep a trial if its mean gap is below 0.8 times the smallest gap so far
 
-Rounding errors have no common direction. So another temperature or top-p does not reduce a gap that comes
+Rounding errors point in random directions, so another temperature or top-p does not reduce a gap that comes
 from rounding.
 """
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from amp_plugin.hardware import widest_float
 
 _BETTER: Final = 0.8  # another temperature or top-p must reduce the gap below this fraction
-_TEMPERATURES: Final = (0.05, 5.0)  # the range in which the temperature is searched
+_TEMPERATURES: Final = (0.05, 5.0)  # the range in which the temperature is searched for
 _TOP_PS: Final = (0.05, 0.999)
 _POINTS: Final = 48  # the number of points in the first grid
 
@@ -118,7 +118,7 @@ class Sampling:
 
 
 def _nucleus(log_probs: Tensor, top_p: Setting) -> Tensor:
-    """Return the total probability of the most probable tokens that together reach ``top_p``, by row."""
+    """Return each row's total probability of the most probable tokens that together reach ``top_p``."""
     ordered = log_probs.exp().sort(-1, descending=True).values
     before = ordered.cumsum(-1) - ordered
     limit = top_p[:, None] if isinstance(top_p, Tensor) else top_p
@@ -133,7 +133,7 @@ def fitted(logits: Tensor, targets: Tensor, recorded: Tensor, *, stated: Samplin
             logits than sampled tokens.
         targets: The ids of all sampled tokens, int64.
         recorded: The recorded log-probabilities of ``targets``, float64, with the shape of ``targets``.
-        stated: The temperature and top-p that the file states for each token.
+        stated: The temperature and top-p from the file, for each token.
         own: The temperature and top-p of the trainer.
     """
     known = slice(len(logits))
@@ -158,7 +158,7 @@ def fitted(logits: Tensor, targets: Tensor, recorded: Tensor, *, stated: Samplin
 
 
 def _least(size: Callable[[float], float], low: float, high: float) -> float:
-    """Return the approximate minimum of a function, by a search on a grid and then by golden sections."""
+    """Find the approximate minimum of a function by a grid search followed by a golden-section search."""
     ratio = math.pow(high / low, 1 / _POINTS)
     grid: list[float] = [low * ratio**number for number in range(_POINTS + 1)]
     middle = min(grid, key=size)

@@ -1,4 +1,4 @@
-"""Measure the cost of a set of op rules, and the error of the gradients that it gives."""
+"""Measure the cost of a set of op rules and the resulting gradient error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Measurement:
         errors: The relative gradient error of each batch. This error is the norm of the difference from the
             reference gradients, divided by their norm. All parameters count as one vector.
         mean_errors: The mean over all parameters of their relative gradient errors, for each batch. The error
-            of a parameter counts at most 1.
+            of a single parameter is capped at 1.
     """
 
     saved_bytes: float
@@ -79,7 +79,7 @@ class Measurement:
         """Return the factor by which the price of the rules grows, compared with the default rules.
 
         The price is the gradient error or, if the goal is accuracy or a gap, the bytes. There are two errors
-        and two byte counts, and the one that grows more counts.
+        and two byte counts, and the one that grows more is used.
         """
         is_exactness = goal in {"accuracy", "gap"}
         names = ("cast_bytes", "saved_bytes") if is_exactness else ("error", "mean_error")
@@ -89,7 +89,7 @@ class Measurement:
         )
 
     def stays_within(self, budget: float, goal: SearchGoal, default: Measurement) -> bool:
-        """Return whether the price is within the budget and no more batches overflow than by default."""
+        """Return whether the price is within the budget and no additional batches overflow."""
         return self.failed <= default.failed and self.growth(goal, default) <= 1 + budget
 
 
@@ -101,7 +101,7 @@ def _mean_of_finite(errors: Iterable[float]) -> float:
 def rules_without_16_bits(device_type: str) -> OpRules:
     """Return rules under which autocast casts nothing to 16 bits.
 
-    Tensors that the program has in 16 bits keep their dtype.
+    Tensors that are already in 16 bits keep their dtype.
     """
     default = OpRules.default(device_type)
     wide = {
@@ -114,7 +114,7 @@ def gradient_errors(gradients: Gradients, reference: Gradients, *, batch: int) -
     """Compare the gradients of a batch with the gradients of a run without 16 bits.
 
     If the gradients are multiplied by a constant power of two, such as a loss scale, it is divided out.
-    ``batch`` is the number of the batch, for the text of an error.
+    ``batch`` is the number of the batch, for error messages.
 
     Returns:
         The error of the whole gradient, and the mean error of the parameters. If a gradient is not finite,
@@ -156,7 +156,7 @@ def _power_of_two(sums: Iterable[tuple[float, float, float]]) -> float:
 
 @contextmanager
 def saved_bytes() -> Iterator[list[int]]:
-    """Yield a list to which the sizes in bytes of the tensors that autograd saves are added.
+    """Yield a list that collects the sizes in bytes of the tensors that autograd saves.
 
     Each storage counts once. Parameters do not count.
     """
@@ -234,7 +234,7 @@ class Trials:
 def timed_in_turns(
     before: Callable[[], float], after: Callable[[], float] | None = None
 ) -> tuple[float, float]:
-    """Measure the time of a batch with and without a change, in turns, and return the two medians.
+    """Measure the time of a batch alternately with and without a change, and return the two medians.
 
     Args:
         before: A function that measures the time of a batch without the change.

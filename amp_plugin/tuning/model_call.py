@@ -92,9 +92,9 @@ def _step_of(
 
 @contextmanager
 def model_calls(on_call: Callable[[ModelCall], object]) -> Iterator[None]:
-    """Call ``on_call`` with the first model call that computes logits, and then end the program.
+    """Call ``on_call`` with the first model call that computes logits, then end the program.
 
-    If nested modules return logits, the outermost module counts. Calls with gradients disabled, such as calls
+    If nested modules return logits, the outermost one is used. Calls with gradients disabled, such as calls
     for sampling, are ignored.
     """
     plain = nn.Module.__call__

@@ -1,4 +1,4 @@
-"""Choose a format for each layer, so that the cost is lowest and the error is within a budget.
+"""Choose a format for each layer so that the cost is minimal and the error stays within a budget.
 
 A choice of one format for each layer is called a placement. The rounding errors of different layers are
 independent, so the squares of their errors add up::
@@ -61,7 +61,7 @@ def place(costs: Numbers, errors: Numbers, budget: float) -> dict[str, str]:
     exact = {layer: min(of, key=of.__getitem__) for layer, of in errors.items()}
     if error_of(exact, errors) > budget:
         return exact
-    # The factor allows for rounding, because error_of may add the squares in another order.
+    # The factor allows for rounding, because error_of may add the squares in a different order.
     limit = budget**2 * (1 + 1e-12)
     front: list[_Placed] = [(0.0, 0.0, ())]
     for layer, of in errors.items():
@@ -91,7 +91,7 @@ def _undominated(placed: list[_Placed]) -> list[_Placed]:
 def _thinned(front: list[_Placed], limit: float) -> list[_Placed]:
     """Return at most 1024 placements.
 
-    The first placement is kept, and the cheapest placement in each interval of errors.
+    The first placement and the cheapest placement in each interval of errors are kept.
     """
     if len(front) <= _MOST:
         return front

@@ -84,7 +84,7 @@ class Layer:
 
     @property
     def flops(self) -> float:
-        """The FLOPs per batch, for the three matrix products of forward and backward pass."""
+        """The FLOPs per batch of the three matrix products in the forward and backward pass."""
         return 6.0 * self.rows * self.sides[0] * self.sides[1]
 
 
@@ -160,11 +160,11 @@ class Rehearsal:
 
     @property
     def limits(self) -> str:
-        """A text that explains the columns of the table, the cost, and what is not emulated."""
+        """A string that explains the columns of the table, the cost, and what is not emulated."""
         return _LIMITS
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the measurements and the chosen formats as values that JSON can hold."""
+        """Return the measurements and the chosen formats as JSON-serializable values."""
         numbers = ("budget", "error", "error_in_bf16", "cost", "batches", "placement")
         layers = [{**asdict(layer), "flops": layer.flops} for layer in self.layers]
         return as_json({**{name: getattr(self, name) for name in numbers}, "layers": layers})  # type: ignore[no-any-return]
@@ -250,7 +250,7 @@ layers_in_bf16:
 def _linears_followed(
     model: nn.Module | None, compute: Callable[[str, nn.Linear, Tensor], Tensor]
 ) -> Iterator[None]:
-    """Call ``compute`` in place of the forward of each Linear layer in a block.
+    """In a block, call ``compute`` instead of the forward of each Linear layer.
 
     ``compute`` is called with the layer's name, the layer and its input.
 
@@ -288,7 +288,10 @@ def _linears_followed(
 
 @contextmanager
 def emulated(model: nn.Module | None, placement: Mapping[str, str]) -> Iterator[None]:
-    """Emulate the Linear layers in ``placement`` in their formats in a block. Other layers do not change."""
+    """In a block, emulate the Linear layers of ``placement`` in their chosen formats.
+
+    Other layers do not change.
+    """
 
     def compute(name: str, layer: nn.Linear, x: Tensor) -> Tensor:
         chosen = placement.get(name)
@@ -362,7 +365,7 @@ def rehearse(
     device_type: str = "",
     progress: bool = False,
 ) -> Rehearsal:
-    """Emulate each Linear layer in each format, and choose formats that keep the gradient error in a budget.
+    """Emulate each Linear layer in each format, and choose formats within a gradient error budget.
 
     The emulation runs on any machine. ``step`` runs once for each layer and format on the first batch, and a
     few times on all batches. Each run starts with the same weights and random numbers. A layer never gets a
@@ -471,7 +474,7 @@ def _costs(layers: Sequence[Layer]) -> dict[str, dict[str, float]]:
 
 
 def _checked(formats: Sequence[str], budget: float) -> tuple[str, ...]:
-    """Check the arguments, and return the formats and bf16, which every layer can run in."""
+    """Check the arguments, and return the formats plus bf16, in which every layer can run."""
     LayerFormats(patterns={f"format {number}": name for number, name in enumerate(formats)})
     if not (isinstance(budget, int | float) and 0 < budget < 1):
         allowed = "a share between 0 and 1: 0.01 for 1 %"

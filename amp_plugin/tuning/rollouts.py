@@ -38,7 +38,7 @@ class Sample:
         top_p: The top-p with which the generator sampled. 1 means that it sampled from all tokens.
 
     Raises:
-        ValueError: A value is not allowed. The error names the value and what is allowed.
+        ValueError: A value is not allowed. The error names the value and says what is allowed.
     """
 
     prompt_ids: tuple[int, ...]
@@ -104,7 +104,7 @@ class RolloutBatch:
             tensor has the index of the token's sequence. The second has the position whose logits predict the
             token.
         recorded: The recorded log-probabilities, float64 of shape (sampled tokens,).
-        stated: The temperature and top-p that the file states, for each sampled token.
+        stated: The temperature and top-p from the file, for each sampled token.
     """
 
     tokens: Tensor
@@ -145,7 +145,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A recording of a generator, with sampled tokens and their log-probabilities.
+    """Sampled tokens and their log-probabilities, as a generator recorded them.
 
     Args:
         samples: The sequences.

@@ -10,7 +10,7 @@ on half of the batches, go through the rules that save something, the largest sa
 
 repeat this while rules are added, at most three times
 
-drop each chosen rule without which the cost is no higher
+drop each chosen rule whose removal does not raise the cost
 
 while the chosen rules exceed the budget on all batches, drop the rule that was added last
 """
@@ -140,13 +140,13 @@ class Search:
         return measured
 
     def best(self, ops: Iterable[str]) -> Changes:
-        """Return the changes that together save most, in the order in which they were added.
+        """Return the changes that together save the most, in the order in which they were added.
 
-        Return no changes if none saves anything.
+        Return an empty tuple if no change saves anything.
         """
         half = (self._batches + 1) // 2  # the other half of the batches is only used for the final check
         chosen = self._grown(self._ranked(change for op in ops for change in self._changes_of(op)), half)
-        for change in reversed(chosen):  # drop each change without which the cost is no higher
+        for change in reversed(chosen):  # drop each change whose removal does not raise the cost
             fewer = tuple(other for other in chosen if other != change)
             if fewer and not self._is_better(chosen, fewer, half):
                 chosen = fewer
@@ -163,7 +163,7 @@ class Search:
         return [Change(op=op, rule=rule) for rule in _WANTED[self._goal] if now != {rule.value}]
 
     def _ranked(self, candidates: Iterable[Change]) -> list[Change]:
-        """Return the changes that alone save something on the first batch, the best one first."""
+        """Return the changes that save something on their own on the first batch, best first."""
         default = self.default(batches=1)
         costs: dict[Change, float] = {}
         for change in candidates:
@@ -185,7 +185,7 @@ class Search:
         return chosen
 
     def _is_better(self, changes: Changes, than: Changes, batches: int) -> bool:
-        """Return whether changes stay within the budget, and save enough over other changes."""
+        """Return whether changes stay within the budget and save enough compared with other changes."""
         default, now = self.default(batches=batches), self.measure(changes, batches=batches)
         known = self.measure(than, batches=batches)
         if now is None or known is None or not now.stays_within(self._budget, self._goal, default):
@@ -198,7 +198,7 @@ class Search:
         return measured.cost(goal) < than.cost(goal) - _LEAST_GAIN[goal] * default.cost(goal)
 
     def nearest(self) -> str:
-        """Describe the set of changes that saves something and exceeds the budget least.
+        """Describe the set of changes that would save something and exceeds the budget by the least.
 
         Return ``""`` if there is none.
         """
@@ -219,7 +219,7 @@ class Search:
         return min([miss for miss in found if miss[0] > self._budget], default=(0.0, ""))[1]
 
     def cured(self, ops: Iterable[str]) -> Changes:
-        """Return fp32 rules with which no batch fails, and none of which can be left out."""
+        """Return a minimal set of fp32 rules with which no batch fails."""
         changes = tuple(Change(op=op, rule=OpRule.FP32) for op in ops)
         if not self._is_cured(changes):
             msg = (

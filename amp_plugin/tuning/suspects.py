@@ -1,4 +1,4 @@
-"""List roundings that a generator may have and its trainer does not have, and emulate them in the trainer."""
+"""List roundings that a generator may perform but its trainer does not, and emulate them in the trainer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from amp_plugin.numerics.emulated_rounding import ATTENTION, AttentionInSteps, E
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suspect:
-    """A rounding that the generator may have, and that may explain the gap.
+    """A rounding that the generator may perform, and that may explain the gap.
 
     Attributes:
         name: A description of the rounding in words.
-        setting: The name and the value of the generator's setting that removes the rounding. Name and value
-            are empty if no setting removes the rounding.
+        setting: The name and the value of the generator's setting that removes the rounding. The name and
+            value are empty if no setting removes the rounding.
         places: The ops whose results or operands are rounded.
         attention: The name of a rounding inside attention, from ``ATTENTION``; empty if there is none.
     """
@@ -37,9 +37,9 @@ class Suspect:
 
     @property
     def is_cause(self) -> bool:
-        """Whether a setting of the generator removes the rounding.
+        """Whether a generator setting removes the rounding.
 
-        No setting removes the differences between fused attention kernels, so these are no cause.
+        No setting removes the differences between fused attention kernels, so these do not count as causes.
         """
         return bool(self.setting[0])
 
@@ -58,7 +58,7 @@ _ATTENTION_SETTINGS: Final = {
 def suspects_of(
     found: Mapping[OpPlace, tuple[int, ...]], head: OpPlace | None, dtype: torch.dtype
 ) -> list[Suspect]:
-    """Return the roundings that a generator may have at places where the trainer has none.
+    """Return the roundings that a generator may perform at places where the trainer does not round.
 
     Args:
         found: Maps each place where the trainer computes a result wider than ``dtype`` to the shape of that
@@ -111,7 +111,7 @@ def _groups(found: Mapping[OpPlace, tuple[int, ...]], short: str) -> Iterator[Su
 
 
 def emulated(suspects: Sequence[Suspect], dtype: torch.dtype) -> Iterator[AbstractContextManager[object]]:
-    """Yield context managers that emulate the suspects, which round to ``dtype``, in the trainer."""
+    """Yield context managers that emulate the suspects in the trainer by rounding to ``dtype``."""
     places = {place for suspect in suspects for place in suspect.places}
     attention = {suspect.attention for suspect in suspects if suspect.attention}
     if places:

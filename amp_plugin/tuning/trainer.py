@@ -48,7 +48,7 @@ class Trainer:
         batches: The sequences of the rollout in batches.
         default: The op rules to which ``changes`` are applied.
         sampling: The temperature and top-p with which log-probabilities are computed from logits. If a
-            setting has one number per token, it covers all batches.
+            setting has one number per token, it covers the tokens of all batches.
         changes: Changes to the op rules.
         head: The Linear layer that runs in fp32, or None.
         emulated: The roundings of the generator that are emulated.
@@ -75,16 +75,16 @@ class Trainer:
         return replace(self, batches=self.batches[:batches])
 
     def recorded(self) -> Tensor:
-        """Return the recorded log-probabilities of all sampled tokens, float64."""
+        """Return the recorded log-probabilities of all sampled tokens, in float64."""
         return torch.cat([batch.recorded for batch in self.batches])
 
     def log_probs(self) -> Tensor:
-        """Return the log-probabilities that the trainer computes with its changes, float64."""
+        """Return the log-probabilities that the trainer computes with its changes, in float64."""
         with self._changed():
             return self.scores()
 
     def exact(self) -> Tensor:
-        """Return the log-probabilities of the unchanged trainer, computed without rounding, float64."""
+        """Return the log-probabilities of the unchanged trainer without rounding, in float64."""
         device = self.default.device_type
         shadow = ShadowRun(dtype=widest_float(torch.device(device)))
         with rules_on_trial(rules_without_16_bits(device)), shadow:
@@ -109,11 +109,11 @@ class Trainer:
         return torch.cat(found)
 
     def gap(self) -> GapNumbers:
-        """Return the gap between the trainer with its changes and the record."""
+        """Return the gap between the changed trainer and the recorded log-probabilities."""
         return GapNumbers.of(self.log_probs(), self.recorded())
 
     def distances(self) -> Tensor:
-        """Return |trainer - record| for each token, or inf if the step fails with these changes."""
+        """Return |trainer - recorded| for each token, or inf if the step fails with these changes."""
         recorded = self.recorded()
         try:
             return (self.log_probs() - recorded).abs().nan_to_num(math.inf)
@@ -166,7 +166,7 @@ class Trainer:
 
     @contextmanager
     def _changed(self) -> Iterator[None]:
-        """Run a block with the changed rules, the head in fp32 and the emulated roundings."""
+        """Run a block with the changed rules, with the head in fp32 and with the emulated roundings."""
         with ExitStack() as stack:
             for block in (
                 rules_on_trial(self.rules),

@@ -1,4 +1,4 @@
-"""Find the best op rules for a program by a search, verify them, and write them to a file."""
+"""Search for the best op rules for a program, verify them, and write them to a file."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Tuning:
     Attributes:
         rules: The chosen rules. If the search found no better rules, the default rules are kept.
         goal: The goal of the search.
-        budget: The fraction by which the gradient error was allowed to grow. For the goal ``"accuracy"``, it
-            limited the growth of the bytes instead.
+        budget: The fraction by which the gradient error was allowed to grow. For the goal ``"accuracy"``,
+            this fraction limited the growth of the bytes instead.
         reference: The dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
         before: The measurement of the default rules on all batches.
         after: The measurement of the chosen rules on all batches.
@@ -43,8 +43,8 @@ class Tuning:
             rules. Both are measured in turns.
         changes: The chosen rules that differ from the default rules.
         tried: All sets of rules that were tried, in order, with their measurements.
-        nearest: A description of the set of rules that saves something and exceeds the budget least. Empty if
-            there is no such set.
+        nearest: A description of the set of rules that would save something and exceeds the budget by the
+            least. Empty if there is no such set.
         is_followed: False if op rules have no effect, because autocast is off or its blocks have their own
             rules.
         jump: Only for the goal ``"accuracy"``: a sentence about the op at which the accumulated error jumps
@@ -102,7 +102,7 @@ class Tuning:
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Draw cost and gradient error of all sets of rules that were tried, and save the plot.
+        """Plot the cost and gradient error of all sets of rules that were tried, and save the plot.
 
         The suffix of the file's name decides the format.
         """
@@ -185,7 +185,7 @@ def tune(
     reference: str = "fp64",
     progress: bool = False,
 ) -> Tuning | GapTuning:
-    """Find op rules that save memory or casts without more gradient error, or that cure an overflow.
+    """Find op rules that save memory or casts within a gradient error budget, or that cure an overflow.
 
     ``step`` runs about fifty times with different rules. Each run starts with the current weights and random
     states.
@@ -208,10 +208,10 @@ def tune(
             or the CPU.
         goal: ``"memory"`` reduces the bytes that are saved for the backward pass. ``"casts"`` reduces the
             bytes that are cast. ``"accuracy"`` makes gradients finite with a minimal set of fp32 ops, and
-            reduces the error of gradients that are finite already. A ``Gap`` brings a trainer's
-            log-probabilities nearer to those of its generator.
-        budget: The fraction by which the gradient error may grow. For the goal ``"accuracy"``, it limits the
-            growth of the bytes instead.
+            reduces the error of gradients that are already finite. A ``Gap`` brings a trainer's
+            log-probabilities closer to those of its generator.
+        budget: The fraction by which the gradient error may grow. For the goal ``"accuracy"``, this fraction
+            limits the growth of the bytes instead.
         reference: The dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
         progress: True shows a progress bar.
 
@@ -344,7 +344,7 @@ def _rows(before: Measurement, after: Measurement) -> list[tuple[str, ...]]:
 
 
 def _change(before: float, after: float) -> str:
-    """Return a relative change as text, such as ``"-12.3 %"``, or ``""`` if it is not defined."""
+    """Return a relative change as text, such as ``"-12.3 %"``, or ``""`` if it is undefined."""
     if before == 0 or not (math.isfinite(before) and math.isfinite(after)):
         return ""
     return f"{(after / before - 1) * 100:+.1f} %"
@@ -384,7 +384,7 @@ def draw(tuning: Tuning, axes: Any) -> None:
 
 
 def _name_points(axes: Any, places: dict[Changes, tuple[float, float]]) -> None:
-    """Write the op of the last rule of each set next to its point, unless it would cover another name."""
+    """Label each point with the op of the set's last rule, unless the label would cover another one."""
     taken: list[Any] = []
     middle = sum(axes.get_xlim()) / 2
     for changes, at in places.items():

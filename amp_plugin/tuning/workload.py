@@ -1,4 +1,4 @@
-"""Run the batches of a step function or of a program again and again, for a search over op rules.
+"""Run the batches of a step function or program repeatedly, for a search over op rules.
 
 Each run starts from the same weights and random states.
 """
@@ -172,7 +172,7 @@ class Script:
         return calls[0]
 
     def _run_quietly(self, around: AbstractContextManager[object]) -> str:
-        """Run the program in the copy of the folder, and return a text that says how it ended.
+        """Run the program in the copy of the folder, and return a string that says how it ended.
 
         The output of the program is dropped.
         """
