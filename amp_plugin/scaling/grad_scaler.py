@@ -227,11 +227,6 @@ class GradScaler(TorchNames):
         """Return whether a subclass or the program has replaced a method."""
         return name in vars(self) or getattr(type(self), name) is not getattr(GradScaler, name)
 
-    def _unscale_if_ready(self, call: str, optimizer: Optimizer) -> None:
-        """Call ``unscale_``, which the program may have replaced, if torch's ``step()`` would call it."""
-        if self._state_for(call, optimizer).stage is OptState.READY:
-            self.unscale_(optimizer)
-
     def _step_as_overridden(
         self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, StepResult] | None:
@@ -245,16 +240,16 @@ class GradScaler(TorchNames):
         has_closure = "closure" in kwargs or callable(next(iter(args), None))
         if not (unscales or steps) or not self.is_enabled() or is_fused(optimizer) or has_closure:
             return None
-        refuse_nothing_checked(self.core, self._state_for("step", optimizer))
-        self._unscale_if_ready("step", optimizer)
+        state = self._state_for("step", optimizer)
+        refuse_nothing_checked(self.core, state)
+        if state.stage is OptState.READY:
+            self.unscale_(optimizer)
         if not steps:
             return None
-
-        def step(state: OptimizerState) -> Any:
-            record: Any = self._records[id(state.optimizer)]
-            return self._maybe_opt_step(optimizer, record, *args, **kwargs)
-
-        return take_step_by(self.core, optimizer, step)
+        record: Any = self._records[id(state.optimizer)]
+        return take_step_by(
+            self.core, state, partial(self._maybe_opt_step, optimizer, record, *args, **kwargs)
+        )
 
     def _state_for(self, call: str, optimizer: Optimizer) -> OptimizerState:
         self.core.shared.require_scale(call, optimizer)
@@ -368,8 +363,8 @@ class GradScaler(TorchNames):
             [6.0, 1.0, 0.5]
         """
         if closure is None and (takes_scaler(optimizer) or any(map(self._is_overridden, _MAY_BE_OVERRIDDEN))):
-            if self.is_enabled():
-                self._unscale_if_ready("clip_and_step", optimizer)
+            if self.is_enabled() and self._state_for("clip_and_step", optimizer).stage is OptState.READY:
+                self.unscale_(optimizer)
             self.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
             self.step(optimizer)
             return self.last_step(optimizer)

@@ -120,18 +120,17 @@ def _take(
 
 
 def take_step_by(
-    core: ScalerCore, optimizer: Optimizer, maybe_step: Callable[[OptimizerState], Any]
+    core: ScalerCore, state: OptimizerState, maybe_step: Callable[[], Any]
 ) -> tuple[Any, StepResult]:
     """Unscale and check gradients, and call the ``_maybe_opt_step`` of a program.
 
     The host waits for the device.
     """
-    state = core.state(optimizer)
     if core.is_step_refused(state):
         raise RuntimeError(_NO_UPDATE)
     state.begin_call()
     norm, found, _ = state.judge(*state.measure(unscale=True))
-    value = state.run_step(maybe_step, state)
+    value = state.run_step(maybe_step)
     how = "the program's own _maybe_opt_step"
     result = state.close(norm, found, known=bool(found.item() > 0), how=how)
     core.log.add(state.optimizer, result)
