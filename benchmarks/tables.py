@@ -159,7 +159,7 @@ def parts(report: Report) -> str:
 
 
 def summary(report: Report, most: int = 10) -> str:
-    """List at most ``most`` of the comparisons for which a ratio to another library is promised.
+    """List up to ``most`` of the comparisons that have a promised ratio to another library.
 
     The first comparison of each section is chosen, then the second of each section, and so on. The chosen
     comparisons are listed in the order of the report.

@@ -72,7 +72,7 @@ CASES = (
 
 
 def step_clock(device: str) -> Callable[[], float]:
-    """Return a clock in seconds, which is the process's CPU time, or on a GPU the synchronized wall time."""
+    """Return a clock that counts seconds of CPU time of the process, or of synchronized wall time on a GPU."""
     if device == "cpu":
         return time.process_time
 
