@@ -72,7 +72,7 @@ CASES = (
 
 
 def step_clock(device: str) -> Callable[[], float]:
-    """Return a clock that counts seconds of CPU time of the process, or of synchronized wall time on a GPU."""
+    """Return a clock that counts seconds of the process's CPU time, or of synchronized wall time on a GPU."""
     if device == "cpu":
         return time.process_time
 
