@@ -230,14 +230,14 @@ def test_an_old_skip_of_an_idle_optimizer_stalls_schedulers_of_all(accelerator):
 def test_which_parameter_overflowed_is_known_by_name():
     accelerator = ours(init_scale=8.0)
     (a, b), optimizers = prepared(accelerator, 2)
-    other = Weights()  # its model is not prepared, so it has no name
+    other = Weights()  # its model is not prepared, so the name begins with the class and has no number
     optimizers += (accelerator.prepare(torch.optim.SGD(other.parameters(), lr=1.0)),)
     accelerator.backward(a(1.0) + b(OVERFLOW) + other(OVERFLOW))
     for optimizer in optimizers:
         optimizer.step()
     reports = [accelerator.last_step(optimizer).overflow_report() for optimizer in optimizers]
     assert not reports[0]
-    names = ("Weights[1].weight",), ("param_groups[0]['params'][0]",)
+    names = ("Weights[1].weight",), ("Weights.weight",)
     assert tuple(report.inf for report in reports[1:]) == names
     accelerator.scaler.end_iteration()
     assert accelerator.amp_metrics() == {"loss_scale": 4.0, "skipped_steps": 2}
