@@ -319,7 +319,7 @@ def _finding(
 def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
     """Return the names of the ops that need a rule, so that the rule applies however the op was called.
 
-    For ``aten::bmm.default`` the names are ``("aten::matmul", "aten::bmm")``. For most ops there is one name,
+    For ``aten::bmm.default`` the names are ``("aten::matmul", "aten::bmm")``. Most ops have a single name,
     their own. For casts, in-place ops and autograd functions there are no names, because no rule changes
     their dtype.
     """

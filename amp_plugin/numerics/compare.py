@@ -58,7 +58,7 @@ class AbsentRanks:
     stopped: tuple[int, ...] = ()
 
     def told(self, run: str) -> Iterator[str]:
-        """Yield a sentence about the ranks that left no file, and one about ranks that were cut off."""
+        """Yield a sentence about the ranks that wrote no file, and one about ranks that were cut off."""
         for ranks, what in (
             (self.missing, "missing (no file was written)"),
             (self.stopped, "cut off (the program was killed or raised an error while it was recorded)"),
@@ -79,17 +79,17 @@ class RunComparison:
         first: The first result that differs in at least one bit, on the rank where it comes earliest. None if
             no result differs.
         unexplained: The first difference that rounding does not explain, or None.
-        unseen: The median, over all results, of the relative difference that rounding explains. A smaller
-            error would not be noticed.
+        unseen: The median, over all results, of the relative difference that rounding explains. Smaller
+            errors go unnoticed.
         unmeasured: The ops that could not run in fp64, with the number of their calls. The results of these
             ops are taken as exact.
         ranks: The ranks that both recordings have. Empty if each recording is the file of a single process.
-        absent_first, absent_second: The ranks of each recording that left no file, or whose recording was cut
-            off.
+        absent_first, absent_second: The ranks of each recording that wrote no file, or whose recording was
+            cut off.
         replicas_first, replicas_second: Gradients that differ between the ranks of one recording, although
             their weights started with the same bits. Only the first step with such gradients is listed.
-        dropouts_first, dropouts_second: Dropouts that drop the same elements on two ranks of one recording
-            where they must differ, or different elements where they must be the same.
+        dropouts_first, dropouts_second: Dropouts in one recording whose masks are equal on two ranks but must
+            differ, or differ but must be equal.
         mesh: The sizes of the mesh dimensions by name, including the micro-batches. ``mesh`` is empty unless
             a single process was compared with several ranks or micro-batches. If ``mesh`` is not empty,
             ``differing`` counts the results that rounding does not explain, and ``first`` equals
@@ -182,31 +182,31 @@ def compare_runs(
     names: Mapping[str, str] | ModuleNames | None = None,
     layouts: bool = False,
 ) -> RunComparison:
-    """Compare two recordings of ``record_run``, which are files, or folders if there were several ranks.
+    """Compare two recordings of ``record_run``, each a file or, if there were several ranks, a folder.
 
     Results are matched by rank, step, direction, module, op and their order. So a run in bf16 can be compared
-    with a run in fp32, although only the first has casts. The values that are compared are those that each op
-    would have computed without rounding. Two such values may differ by three times as much as the op's inputs
+    with a run in fp32, although only the first has casts. The comparison uses the values that each op would
+    have computed without rounding. Two such values may differ by three times as much as the op's inputs
     differ, plus twice the eps of the coarsest dtype.
 
     If only one of the recordings has several ranks, its shards, partial sums and replicas are combined before
-    they are compared. The single process of the other recording must get the whole batch of each step.
+    they are compared. The single process of the other recording must process the whole batch of each step.
 
     Args:
         first: A recording.
         second: Another recording. Both recordings must have the same number of ranks, or one of them must
             have a single process. If ``second`` is the same recording as ``first``, only its replicas are
             compared with each other.
-        names: Maps the names of modules in the first run to their names in the second run, if these are two
-            implementations of one model. A name includes all submodules, and ``*`` stands for one part of a
-            name.
+        names: Maps the names of modules in the first run to their names in the second run, if the runs use
+            two implementations of one model. A name also stands for all its submodules, and ``*`` stands for
+            one part of a name.
         layouts: Combine the results of micro-batches, even if both recordings have a single process. The
             recording with more micro-batches must be the second.
 
     Raises:
         ValueError: A file does not contain a recorded run, or the file of a rank is missing although its
             results are needed. The error is also raised if the two runs share no rank or no result, or if
-            their numbers of ranks differ and neither is 1.
+            they have different numbers of ranks and neither has a single process.
     """
     ours, theirs = RecordedFiles.find(Path(first)), RecordedFiles.find(Path(second))
     known = names if isinstance(names, ModuleNames) else ModuleNames(names)
@@ -384,8 +384,8 @@ def _judged(
     If an input comes from an op that only one run has, and this input differs too much, the difference of the
     input is returned.
 
-    ``largest`` is the largest difference so far that rounding explains. ``inputs`` is a lower limit for the
-    difference between the inputs; the fingerprints of the inputs may raise it.
+    ``largest`` is the largest difference so far that rounding explains. ``inputs`` is a lower bound on the
+    difference between the inputs, which their fingerprints may raise.
     """
     slack, reason = 2 * max(mine.eps, its.eps), ""
     relative = mine.held.difference(its.held)

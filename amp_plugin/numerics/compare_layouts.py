@@ -1,13 +1,13 @@
 """Compare a run of a single process with a run of the same training on several ranks or in micro-batches.
 
-1. layout_matches.py finds the results of the two runs that belong together.
+1. layout_matches.py pairs each result of the single process with the same result on the ranks.
 2. layout_rounding.py decides whether rounding explains the differences between these results.
 3. layout_causes.py explains the first difference that rounding does not explain.
 
-A correct program may have intermediate results on a rank that differ from the run of a single process. For
+Even in a correct program, an intermediate result on a rank may differ from that of the single process. For
 example, an embedding with sharded rows looks up wrong rows for some tokens and masks them afterwards. So a
-result counts as wrong only if a wrong result is computed from it. A result from which the ranks compute no
-result that the single process also has counts as wrong, too.
+differing result counts as wrong only if other wrong results are computed from it. It also counts as wrong if
+no result computed from it on the ranks also exists in the single process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
     Args:
         whole: The run of the single process.
         runs: Maps each rank to its run.
-        names: Converts the ranks' module names into the module names of the single process.
+        names: Translates the ranks' module names into those of the single process.
 
     Returns:
         The results that differ by more than rounding explains, in the order in which the single process
@@ -64,15 +64,15 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
 
 
 def _arrival(matches: Matches, judged: Mapping[int, Verdict]) -> Callable[[Match], bool]:
-    """Return a function that tells whether a result counts as wrong, by the results computed from it.
+    """Return a function that decides from the results computed from a result whether it counts as wrong.
 
-    The function returns True if a wrong result is computed from the given result. It also returns True if no
-    result that both runs have is computed from it.
+    The function returns True if a wrong result is computed from the given one, or if no result that exists in
+    both runs is computed from it.
     """
     readers = _readers(matches.runs)
 
     def next_shared(rank: int, number: int) -> Iterator[int]:
-        """Yield the next results in the same forward or backward pass that the single process also has."""
+        """Yield the nearest later results, in the same pass, that the single process also computes."""
         seen, left = {number}, [number]
         records = matches.runs[rank].records
         while left:
@@ -94,7 +94,7 @@ def _arrival(matches: Matches, judged: Mapping[int, Verdict]) -> Callable[[Match
 
 
 def _readers(runs: Mapping[int, Run]) -> dict[tuple[int, int], list[int]]:
-    """Map the rank and number of each result to the numbers of the records that read it."""
+    """Map (rank, index of a result) to the indices of the records whose ops read this result."""
     readers: dict[tuple[int, int], list[int]] = {}
     for rank, run in runs.items():
         for number, record in enumerate(run.records):

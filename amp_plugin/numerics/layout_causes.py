@@ -1,8 +1,8 @@
 """Explain a wrong result on several ranks, such as a missing sum, a superfluous sum or a wrong order.
 
-First, a factor, a sum over ranks or an order of the elements is searched that would make the result right. If
-none of them does, the explanation names the mesh dimensions that may be responsible. A mesh dimension may be
-responsible if inputs differ along it, or if ranks exchanged data along it before.
+First, look for a factor, a sum over ranks or an order of the elements that would make the result right. If
+there is none, the explanation names the mesh dimensions that may be responsible. A mesh dimension may be
+responsible if inputs differ along it, or if ranks exchanged data along it earlier.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from amp_plugin.numerics.parts import Axis, Part
 from amp_plugin.numerics.process_mesh import ProcessMesh
 from amp_plugin.numerics.recorded import Difference, OpRecord
 
-_UNKNOWN = Part(shape=(), sums={})  # stands for the part of an input, of which only the fingerprint is known
+_UNKNOWN = Part(shape=(), sums={})  # stands for the part of an input if only its fingerprint is known
 _GROWTH = 3.0  # an op may amplify the difference between its inputs by this factor
 
 
@@ -40,7 +40,7 @@ class Cause(NamedTuple):
     is_coarse: bool = False
 
     def within(self, clues: Iterable[Collection[Axis]]) -> Cause:
-        """Return the cause with only those mesh dimensions that are also in a clue.
+        """Return the cause, restricted to those of its mesh dimensions that are also in a clue.
 
         The first clue that has a mesh dimension in common with the cause is used.
         """
@@ -91,7 +91,7 @@ def _times(size: int, word: str, axes: tuple[Axis, ...]) -> Cause:
 
 
 def _missing_sum(layout: Layout, best: Combined, allowed: float) -> Cause | None:
-    """Return a missing sum or mean over ranks as the cause, or None if none would make the result right."""
+    """Return the missing sum or mean over ranks that would make the result right, or None."""
     for axes in _other_subsets(layout.axes, best.added):
         added = tuple(axis for axis in layout.axes if axis in best.added or axis in axes)
         size = math.prod(axis.size for axis in axes)
@@ -179,7 +179,7 @@ def wrong_ranks(layout: Layout, best: Combined, allowed: float, mesh: ProcessMes
 def _exchanged_since_right(
     results: Iterable[tuple[int, int]], matches: Matches, verdicts: Mapping[int, Verdict]
 ) -> list[tuple[OpRecord, tuple[int, ...]]]:
-    """Return the collectives between the last right results and the given ones, with the ranks of each.
+    """Return the collectives between the last correct results and the given ones, with the ranks of each.
 
     Args:
         results: The rank of each given result, and its index in the run of this rank.
@@ -203,7 +203,7 @@ def _exchanged_since_right(
 
 
 def _cause_in_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> Cause | None:
-    """Explain an input that is wrong although all ranks should have the same one.
+    """Explain a wrong input that should be the same on all ranks.
 
     Return None if no input is wrong in a known way.
     """
@@ -236,7 +236,7 @@ def _inputs_of(match: Match, matches: Matches, index: int) -> dict[tuple[int, ..
 
 
 def _unknown_cause(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> Cause:
-    """Return the mesh dimensions that may be responsible, by the first clue that there is."""
+    """Return the mesh dimensions that may be responsible according to the first available clue."""
     axes = match.layout.differing_axes(verdicts[match.number].allowed) or match.layout.axes
     clues = [
         _partial_inputs(match, matches, verdicts),
@@ -292,7 +292,7 @@ def _exchanged_before(match: Match, matches: Matches) -> tuple[Axis, ...]:
 
 
 def _made_alone(match: Match, matches: Matches) -> str:
-    """Describe an op that computed an input and that only the ranks have; empty if there is none."""
+    """Describe an op that computed an input and that only the ranks run; empty if there is none."""
     for rank, number in match.pieces.values():
         records = matches.runs[rank].records
         for read in records[number].reads:

@@ -6,7 +6,7 @@ for each step, direction, module and op:
 
     if each rank has as many results as the single process, match the results one by one
 
-    if each rank has as many results for each of its micro-batches, match them for each micro-batch
+    if each rank has that many results for each micro-batch, match them one by one in each micro-batch
 
     else leave out results whose shapes do not fit those of the other run, and count the results again
 """
@@ -32,8 +32,8 @@ class Match(NamedTuple):
 
     Attributes:
         number: The index of the result in the run of the single process.
-        place: The step, direction, module and op of the result, and its position among all results for which
-            these are the same.
+        place: The step, direction, module and op of the result, and its position among all results that share
+            these four.
         pieces: Maps coordinates on the mesh to a rank and the index of the result in this rank's run.
         mine: The record of the single process.
         theirs: The records of the ranks.
@@ -51,12 +51,12 @@ class Match(NamedTuple):
 
 
 class Matches:
-    """All results that both a run of a single process and the runs of all ranks have.
+    """All results that exist in the run of the single process and on all ranks.
 
     Args:
         whole: The run of the single process.
         runs: Maps each rank to its run.
-        names: Converts the ranks' module names into the module names of the single process.
+        names: Translates the ranks' module names into those of the single process.
 
     Attributes:
         whole, runs: The arguments.
@@ -80,7 +80,7 @@ class Matches:
         self.all = sorted(found, key=lambda match: match.number)
 
     def axes(self, repeats: int) -> tuple[Axis, ...]:
-        """Return the dimensions of the mesh, and one for the micro-batches if ``repeats`` is above 1."""
+        """Return the dimensions of the mesh, plus one for the micro-batches if ``repeats`` is above 1."""
         return (*self.mesh.axes, *([Axis(MICRO_BATCHES, repeats)] if repeats > 1 else []))
 
     @cached_property
@@ -185,8 +185,8 @@ def _micro_batches(
 ) -> int:
     """Return how often a rank runs an op that the single process runs once.
 
-    This is the number of micro-batches. If the forward ops inside modules show different numbers, the most
-    frequent number counts.
+    This is the number of micro-batches. If the forward ops inside modules give different numbers, return the
+    most frequent one.
     """
     ratios: Counter[int] = Counter()
     for place, numbers in mine.items():

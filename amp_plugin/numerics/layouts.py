@@ -1,4 +1,4 @@
-"""Combine the pieces of a tensor on several ranks to the tensor that a single process computes.
+"""Combine the pieces of a tensor on several ranks into the tensor that a single process computes.
 
 The ranks form a mesh. Along each dimension of the mesh, the pieces of a tensor are shards, partial sums or
 replicas. Shards and partial sums are added up, and replicas must be equal. The shapes of the pieces show
@@ -38,8 +38,8 @@ class Combined(NamedTuple):
         added: The dimensions of the mesh along which pieces are added. Along the other dimensions, pieces
             must be equal.
         scale: The factor by which the sum of the pieces is multiplied.
-        condition: How many times larger the pieces are than their sum, but at least 1. The rounding that is
-            allowed is multiplied by it.
+        condition: How many times larger the pieces are than their sum, but at least 1. The allowed rounding
+            is multiplied by this number.
         unlike: Maps the coordinates of each replica on the mesh to its difference from the tensor. If pieces
             are added, each sum has one entry.
     """
@@ -52,13 +52,13 @@ class Combined(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the pieces are replicas, neither added nor scaled."""
+        """Whether the pieces are replicas, which are neither added nor scaled."""
         return not self.added and self.scale == 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A tensor of the single process, and the pieces of it on the ranks.
+    """A tensor of the single process, and its pieces on the ranks.
 
     Attributes:
         whole: The tensor as the single process recorded it.
@@ -120,7 +120,7 @@ class Layout:
     def strict_ways(self) -> Iterator[Combined]:
         """Yield the ways to combine the pieces of a gradient or a weight.
 
-        The shards of a gradient or weight are put together to the whole tensor. Along mesh dimensions without
+        The shards of a gradient or weight are assembled into the whole tensor. Along mesh dimensions without
         shards, the pieces must be equal.
         """
         if self.is_located:
@@ -145,7 +145,7 @@ class Layout:
         return self._sum(added, scale, lambda piece: piece.part.whole, self.whole.held.sketch)
 
     def combined(self, added: tuple[Axis, ...], scale: float, cut: Dims) -> Combined:
-        """Combine pieces whose order along the dimensions ``cut`` is not known."""
+        """Combine pieces whose order along the tensor's dimensions ``cut`` is unknown."""
         if not cut:
             if not added and scale == 1:
                 return self._same()
@@ -188,7 +188,7 @@ class Layout:
     def _groups(
         self, added: tuple[Axis, ...], vector_of: Callable[[Piece], Sequence[float]]
     ) -> dict[Coordinates, list[float]]:
-        """Add a vector of each piece along some dimensions of the mesh.
+        """Sum a vector of each piece along some dimensions of the mesh.
 
         The keys of the result are coordinates on the mesh, which are 0 along these dimensions.
         """
@@ -244,7 +244,7 @@ def _subsets(axes: tuple[Axis, ...]) -> Iterator[tuple[Axis, ...]]:
 
 
 def _scales(axes: tuple[Axis, ...]) -> tuple[float, ...]:
-    """Return the factors by which a sum over ranks may be multiplied to make it a mean over some ranks.
+    """Return the factors that can turn a sum over ranks into a mean over some of them.
 
     The first factor is 1.
     """

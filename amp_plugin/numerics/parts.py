@@ -46,8 +46,8 @@ class Part:
     """A description of a rank's part of a tensor, by numbers that add up over the ranks.
 
     Attributes:
-        shape: The shape of the part. A complex tensor has one more dimension, of size 2. If the part belongs
-            to a flattened tensor, this is the shape of the whole tensor.
+        shape: The shape of the part. A complex tensor is described as a real tensor with one more dimension
+            of size 2. If the part belongs to a flattened tensor, this is the shape of the whole tensor.
         sums: Maps dimensions of the tensor to the sum over these dimensions, or to a sketch of this sum.
         values: All elements of the part if there are at most 16; else empty.
         whole_shape: The shape of the whole tensor, if it is known; else empty.

@@ -91,7 +91,7 @@ Refused = tuple[BaseException, Finding]
 
 
 def refused(tracker: Tracker, call: Call, error: BaseException) -> Refused | None:
-    """Run an op that raised an error again in other dtypes.
+    """Rerun a failed op in other dtypes.
 
     Return None if the dtypes were not the reason for the error.
     """
@@ -230,7 +230,7 @@ def _float16_gradients(error: BaseException) -> Finding | None:
 
 
 def _in_float32(params: Sequence[Tensor], frames: Sequence[FrameType]) -> tuple[Cure, ...]:
-    """Return lines that make these parameters float32, if variables of the program hold their modules."""
+    """Return lines that convert these parameters to float32, if program variables hold their modules."""
     left, code = {*map(id, params)}, ""
     for frame in frames:
         for name, held in {**frame.f_globals, **frame.f_locals}.items():
@@ -242,7 +242,7 @@ def _in_float32(params: Sequence[Tensor], frames: Sequence[FrameType]) -> tuple[
 
 
 def finding_in_trace(error: BaseException) -> Finding | None:
-    """Return a finding for an error about dtypes, made from its traceback alone.
+    """Return a finding for an error about dtypes, based on its traceback alone.
 
     Return None if the error is not about dtypes.
 

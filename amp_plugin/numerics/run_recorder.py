@@ -40,10 +40,10 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
     step, so that the earlier steps of a rank that is killed are kept. In torch's ``LocalTensorMode``, one
     process simulates all ranks and writes all their files. The mode must be entered before the recording.
 
-    The recording keeps a few hundred numbers per tensor, which is about 5 kB per op. Each op runs twice more
-    in fp64, once on the program's inputs and once on the inputs of a run without rounding. The program's own
-    results and random numbers do not change. The region needs memory for the fp64 values of every live
-    tensor. The file is written when the region ends.
+    The recording keeps a few hundred numbers per tensor, which is about 5 kB per op. Each op runs two more
+    times in fp64, once on the program's inputs and once on the inputs of a run without rounding. The
+    program's own results and random numbers do not change. The region needs memory for the fp64 values of
+    every live tensor. The file is written when the region ends.
 
     Args:
         path: The path of the file, or of the folder if there are several ranks.

@@ -253,8 +253,7 @@ class Watch:
     def _follow_overflow(self, call: Call, output: Any, *, is_new: bool) -> None:
         """Follow overflows, which are infs where float64 has a finite number.
 
-        An overflow is reported if a finite result is computed from it that differs much from the float64
-        result.
+        An overflow is reported if it leads to a finite result that differs greatly from the float64 result.
         """
         followed = [read.tensor for read in call.arguments if self._wide.get(read.tensor) is not None]
         if not (followed or (is_new and not call.is_backward)):

@@ -7,25 +7,25 @@
 
     exact = the trainer's log-probabilities without rounding (computed by a float64 shadow of the run)
 
-    F = mean |trainer - exact|, if of all ops only the matrix products, except the head, run in 16 bits
+    F = mean |trainer - exact|, if only the matrix products, except the head, run in 16 bits
 
     G = mean |recorded - exact|
 
-    floor = sqrt(F^2 + min(F, G)^2), the expected distance of two independent roundings of this size
+    floor = sqrt(F^2 + min(F, G)^2), the expected distance between two independent roundings of this size
 
     repeat the next step as long as it reduces the gap:
         emulate in the trainer the one rounding of the generator that brings it closest to the record
 
     run the trainer's head in fp32, and search for the smallest set of fp32 rules that reduces the gap
 
-    a cause counts if the gap without it is below 0.9 times the gap with it, and by more than chance
+    a cause counts if removing it shrinks the gap to below 0.9 times its size, by more than chance explains
 
     if no cause counts and mean |trainer - recorded| <= 1.2 floor, rounding alone explains the gap
 
 emulated_rounding.py emulates roundings, and search.py searches for the rules.
 
 The gap can be smaller than the floor if trainer and generator round at the same places. So the search for
-causes goes on below the floor, and stops when the gap is below a twentieth of the floor.
+causes continues below the floor, until the gap is below a twentieth of the floor.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _SEARCHED: Final = 4  # roundings and rules are tried on this many batches
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The goal that a trainer's log-probabilities agree with a generator's.
+    """The goal of making a trainer's log-probabilities agree with a generator's.
 
     Pass it as ``tune(step, goal=Gap(rollout))``.
 
@@ -151,7 +151,7 @@ def close_gap(
 def _closed(asked: Trainer, tell: Callable[[str], object]) -> GapTuning:
     """Measure the gap, search for its causes, and measure the gap again with the changes.
 
-    ``tell`` is called with a text that says what is being done.
+    ``tell`` is called with a string that says what is being done.
     """
     tried: list[str] = []
 
@@ -213,7 +213,7 @@ def _searched(
 
 
 def _floor(trainer: Trainer, head: nn.Linear | None, ops: Sequence[str]) -> tuple[float, tuple[float, float]]:
-    """Return the mean gap that rounding alone explains, and the rounding errors of trainer and record."""
+    """Return the mean gap that rounding alone explains, and the rounding errors of trainer and generator."""
     exact = trainer.exact()
     least = _mean(replace(trainer, head=head, changes=_in_fp32(ops)).log_probs(), exact)
     errors = _mean(trainer.log_probs(), exact), _mean(trainer.recorded(), exact)
@@ -221,13 +221,13 @@ def _floor(trainer: Trainer, head: nn.Linear | None, ops: Sequence[str]) -> tupl
 
 
 def _follows_rules(trainer: Trainer) -> bool:
-    """Return whether op rules change the trainer's numbers. Without autocast they do not."""
+    """Return whether op rules change the trainer's results. Without autocast they do not."""
     without_16_bits = replace(trainer, default=rules_without_16_bits(trainer.default.device_type))
     return not torch.equal(without_16_bits.log_probs(), trainer.log_probs())
 
 
 def _price(trainer: Trainer, after: Trainer) -> tuple[float, float]:
-    """Return the time of a forward and a backward pass before and after the changes, in seconds."""
+    """Return the seconds that a forward and backward pass takes before and after the changes."""
     is_changed = bool(after.changes) or after.head is not None
     before, then = (part.first(_SEARCHED).seconds for part in (trainer, after))
     return timed_in_turns(before, then if is_changed else None)
@@ -251,7 +251,7 @@ def _causes_of_record(asked: Trainer, sampling: Sampling) -> Iterator[Cause]:
 def _search_generator(
     trainer: Trainer, least: float, on_try: Callable[[str], object], *, suspects: Sequence[Suspect]
 ) -> tuple[Trainer, list[Cause]]:
-    """Add, one after another, the roundings that bring the trainer closest to the record.
+    """Add, one by one, the roundings that bring the trainer closest to the recorded log-probabilities.
 
     Returns:
         The trainer that emulates these roundings, and the causes that were found.
@@ -316,9 +316,9 @@ def _search_trainer(
 
 
 def _is_nearer(distances: Tensor, than: Tensor) -> bool:
-    """Return True if the gap fell by at least a tenth, and by more than chance.
+    """Return True if the gap fell by at least a tenth, and by more than chance explains.
 
-    "More than chance" means that the mean difference is at least four of its standard errors.
+    Chance does not explain a mean difference of at least four times its standard error.
     """
     gain = than - distances
     if not bool(gain.isfinite().all()) or float(distances.mean()) > _WORTH * float(than.mean()):

@@ -23,15 +23,15 @@ _NOT_CLOSED: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """One cause of the gap between trainer and generator, such as an op that only one of them rounds.
+    """One cause of the gap between trainer and generator, such as a result that only one of them rounds.
 
     Attributes:
         name: A description of the cause in words.
-        side: The program that rounds there, ``"generator"`` or ``"trainer"``. If the temperature or top-p
-            differs, ``side`` is ``"record"``.
+        side: The program whose rounding is the cause, ``"generator"`` or ``"trainer"``. If the temperature or
+            top-p differs, ``side`` is ``"record"``.
         gap: The mean gap that remains if only this cause is removed.
-        setting: The name and the value of the generator's setting that removes the cause. Name and value are
-            empty if the cause lies in the trainer.
+        setting: The name and the value of the generator's setting that removes the cause. The name and value
+            are empty if the cause lies in the trainer.
     """
 
     name: str
@@ -59,9 +59,9 @@ class GapTuning:
         fp32_modules: The modules of the trainer that must run in fp32 to close the gap. Only the head can be
             among them.
         after: The gap if the trainer uses ``rules`` and ``fp32_modules``.
-        seconds: Two times in seconds of a forward and backward pass of one batch, first without the changes
-            and then with them.
-        tried: The number of trials, each with another rounding or another set of rules.
+        seconds: The time of a forward and backward pass of one batch in seconds, without the changes and with
+            them.
+        tried: The number of trials, each with a different rounding or set of rules.
         is_followed: False if op rules have no effect on the step, for example because it uses no autocast
             block.
     """
@@ -83,7 +83,7 @@ class GapTuning:
 
     @property
     def generator(self) -> dict[str, str]:
-        """The names and values of the generator's settings that remove the causes in the generator."""
+        """Maps the name of each generator setting that removes a cause to the value to set."""
         return dict(cause.setting for cause in self.causes if cause.setting[0])
 
     @property
@@ -168,7 +168,7 @@ class GapTuning:
 
 
 def told(setting: Setting) -> float | str:
-    """Return a temperature or top-p as one number, or as a text if the sequences have different ones."""
+    """Return a temperature or top-p as one number, or as a string if the sequences have different ones."""
     if not isinstance(setting, Tensor):
         return setting
     values = sorted(set(setting.tolist()))

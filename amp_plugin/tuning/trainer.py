@@ -38,7 +38,7 @@ vocabulary)."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trainer:
-    """A trainer's step on a rollout, perhaps with changed rules or emulated roundings.
+    """A trainer's step on a rollout, optionally with changed rules or emulated roundings.
 
     Each run starts from the same state.
 

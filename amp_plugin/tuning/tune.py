@@ -104,7 +104,7 @@ class Tuning:
     def plot(self, path: str | Path) -> None:
         """Plot the cost and gradient error of all sets of rules that were tried, and save the plot.
 
-        The suffix of the file's name decides the format.
+        The suffix of the file's name determines the format.
         """
         require_plots(path)
         from matplotlib.figure import Figure  # noqa: PLC0415 - optional
