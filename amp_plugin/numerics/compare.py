@@ -186,8 +186,8 @@ def compare_runs(
 
     Results are matched by rank, step, direction, module, op and their order. So a run in bf16 can be compared
     with a run in fp32, although only the first has casts. The comparison uses the values that each op would
-    have computed without rounding. Two such values may differ by three times as much as the op's inputs
-    differ, plus twice the eps of the coarsest dtype.
+    have computed without rounding. The values of the two runs may differ by three times as much as the op's
+    inputs differ, plus twice the eps of the coarsest dtype.
 
     If only one of the recordings has several ranks, its shards, partial sums and replicas are combined before
     they are compared. The single process of the other recording must process the whole batch of each step.

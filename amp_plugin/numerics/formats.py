@@ -88,7 +88,7 @@ def _measure(found: OperandRange, tensor: Tensor, *, is_gradient: bool) -> None:
 class FormatLog:
     """Measures the operands of layers that ``convert`` has converted. See ``log_formats``.
 
-    A log can be an observer of a :class:`~amp_plugin.numerics.op.Region`, or be used as a context manager.
+    A log can be used as a context manager or as an observer of a :class:`~amp_plugin.numerics.op.Region`.
     """
 
     def __init__(self, tracker: Tracker) -> None:

@@ -1,11 +1,11 @@
 """Decide whether rounding explains the difference between the results of two layouts.
 
 A recording contains the value of each result without rounding, and a measurement of how far rounding moved
-the result. The values without rounding are compared. In two correct runs they still differ a little, because
-data from other ranks and results of ops that did not run in float64 contain rounding. The difference between
-two correct runs should not exceed the measured rounding, which is about equal in both runs. An op may amplify
-a small difference between its inputs, but it amplifies the measured rounding as well. So the limit is the
-same for all ops, except for optimizer steps that use the signs of the gradients.
+the result. The values without rounding are compared. The values of two correct runs still differ a little,
+because data from other ranks and results of ops that did not run in float64 contain rounding. The difference
+between two correct runs should not exceed the measured rounding, which is about equal in both runs. An op may
+amplify a small difference between its inputs, but it amplifies the measured rounding as well. So the limit is
+the same for all ops, except for optimizer steps that use the signs of the gradients.
 
 ::
 
@@ -23,8 +23,8 @@ same for all ops, except for optimizer steps that use the signs of the gradients
 
 The factor 4 is 2 * 2. Two independent errors of the same size differ by up to twice that size, and summing in
 another order may double an error. With a factor of 4, no difference was reported between 69 correct runs in
-fp32 and bf16. Of these runs, 11 were recorded after the limits had been set. All 14 planted bugs were found
-(docs/lab/numerics.md).
+fp32 and bf16. Of the 69 correct runs, 11 were recorded after the limits had been set. All 14 planted bugs
+were found (docs/lab/numerics.md).
 
 There is only one right way to combine gradients that reach the optimizer. The shards of a gradient make up
 the whole gradient, and along all other mesh dimensions the ranks must have equal gradients. A gradient that
@@ -159,7 +159,7 @@ class _Judge:
     def _best(self, match: Match, usual: float, allowed: float) -> Combined:
         """Return the first way to combine the pieces whose difference is at most ``usual``.
 
-        If no difference is that small, return the way with the smallest difference.
+        If there is none, return the way with the smallest difference.
         """
         layout = match.layout
         if match.is_gradient:
@@ -191,8 +191,8 @@ def _of_signs(record: OpRecord, inputs: float) -> float:
 
     Adam and similar optimizers divide each element of a gradient by its own size. An element that is smaller
     than the gradient's rounding error may have the opposite sign in the other run. With the opposite sign,
-    the step of this element differs by twice its own size. If the fraction ``inputs`` of all elements is that
-    small, the norm of the whole step differs by twice the square root of this fraction.
+    the step of this element differs by twice its own size. If a fraction ``inputs`` of all elements has the
+    opposite sign, the norm of the whole step differs by twice the square root of this fraction.
     """
     if not _GOES_BY_SIGNS.search(record.op) or not record.held.norm or math.isinf(inputs):
         return 0.0

@@ -66,7 +66,7 @@ class Learning:
         self._before: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
         self._updates, self._underflow = [0, 0], [0, 0]  # (number of lost elements, total number of elements)
         self._steps_with_gradients = 0
-        self._leaves: set[int] = set()  # the ids of parameters that got a gradient before the first step
+        self._leaves: set[int] = set()  # the ids of parameters that received a gradient before the first step
         self._has_optimizer: bool | None = None  # whether an optimizer updates one of these parameters
         self._dtype = torch.bfloat16
         self._stepped_at: tuple[Place | None, Place | None] = (None, None)

@@ -347,7 +347,7 @@ class Call:
         return str(self.node.name()) if self.forward_site is None else self.forward_site.op
 
     def sites_before(self) -> Iterator[Site]:
-        """Yield the places of the ops that computed the last input, the latest op first.
+        """Yield the places of the ops that computed the last input, latest op first.
 
         For a backward op, the last input of its forward op counts. The first input of each op is followed
         back as far as autograd has recorded it.

@@ -48,7 +48,7 @@ def _replace(file: Path, save: Callable[[Path], object]) -> None:
 
 
 class RankFile:
-    """The file of one rank, which this process writes.
+    """The file that this process writes for one rank.
 
     Args:
         path: The path of the recording, which is a folder if there are several ranks, and otherwise a file.

@@ -170,7 +170,8 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
     def exchanged(self, call: Call, results: list[Tensor]) -> None:
         """Drop the shadows of a collective's results, because the data may not have arrived yet.
 
-        When an op reads such a result, the result gets a new shadow that starts with its own values.
+        When an op reads the result of a collective, that result gets a new shadow that starts with its own
+        values.
         """
         if any(map(self.shadows.follows, results)) and not call.traits.waits:
             call.count_unmeasured()

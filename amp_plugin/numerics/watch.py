@@ -61,7 +61,7 @@ Verdict = Literal["made", "on purpose", "masked", "passed on"]
 # In fp16, activations and scaled gradients do get near 65504, so the fraction is nearly 1.
 _MASKING, _MASKING_IN_FP16 = 0.25, 0.999
 # An overflow is reported if this many backward passes in a row overflow.
-# By then, a scaler that began with a loss scale of 2^16 has halved it to less than 1.
+# After 20 overflows in a row, a scaler has halved a loss scale of 2^16 to less than 1.
 PATIENCE: Final = 20
 _ORDERS = frozenset({"ord", "p", "norm_type"})
 _SCALED = "made", "backward", torch.float16
@@ -481,8 +481,8 @@ class Judgement(NamedTuple):
     """Where the infs or nans of one result come from, expressed as a verdict.
 
     The verdict ``"made"`` means that the op made the inf or nan. ``"on purpose"`` means that the program gave
-    it as a constant. ``"masked"`` means that the op computed -inf from a large negative number, as is common
-    in masks. ``"passed on"`` means that an input contained the inf or nan.
+    the inf or nan as a constant. ``"masked"`` means that the op computed -inf from a large negative number,
+    as is common in masks. ``"passed on"`` means that an input contained the inf or nan.
     """
 
     verdict: Verdict

@@ -1,7 +1,7 @@
 """Copy a folder, so that a program can run in the copy many times without changing the original.
 
 On file systems that can clone files (Btrfs, XFS), files are cloned instead of copied. The copy contains no
-link through which a program could write to the original. Before each run, the files that the last run has
+link through which a program could write to the original. Before each run, the files that the previous run
 changed are restored.
 """
 

@@ -38,9 +38,10 @@ class Measurement:
         saved_bytes: The bytes that the forward pass saves for the backward pass, without the model's weights.
         cast_bytes: The bytes that casts read and write.
         errors: The relative gradient error of each batch. This error is the norm of the difference from the
-            reference gradients, divided by their norm. All parameters count as one vector.
-        mean_errors: The mean over all parameters of their relative gradient errors, for each batch. The error
-            of a single parameter is capped at 1.
+            reference gradients, divided by their norm. The gradients of all parameters are treated as one
+            vector.
+        mean_errors: The mean of the relative gradient errors of the single parameters, for each batch. The
+            error of a single parameter is capped at 1.
     """
 
     saved_bytes: float
@@ -113,8 +114,8 @@ def rules_without_16_bits(device_type: str) -> OpRules:
 def gradient_errors(gradients: Gradients, reference: Gradients, *, batch: int) -> tuple[float, float]:
     """Compare the gradients of a batch with the gradients of a run without 16 bits.
 
-    If the gradients are multiplied by a constant power of two, such as a loss scale, it is divided out.
-    ``batch`` is the number of the batch, for error messages.
+    If the gradients are multiplied by a constant power of two, such as a loss scale, this factor is divided
+    out. ``batch`` is the number of the batch, for error messages.
 
     Returns:
         The error of the whole gradient, and the mean error of the parameters. If a gradient is not finite,

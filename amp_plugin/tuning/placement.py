@@ -21,8 +21,8 @@ both a smaller error and a smaller cost. The placements that are kept are called
     return the last placement of front, which is the cheapest
 
 This finds the cheapest placement. If the front has more than 1024 placements, the range of errors is divided
-into 1023 intervals, and only the cheapest placement in each interval is kept. With more placements, the
-result can be slightly more expensive than the cheapest placement.
+into 1023 intervals, and only the cheapest placement in each interval is kept. If a front is thinned in this
+way, the result can be slightly more expensive than the cheapest placement.
 """
 
 from __future__ import annotations

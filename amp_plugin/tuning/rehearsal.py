@@ -2,7 +2,7 @@
 
 1. One run in float32 measures how much the rounding of each format changes the output and the gradients of
    each layer.
-2. One run for each layer and format emulates this layer alone in this format. The run measures how much the
+2. For each layer and format, one run emulates that layer alone in that format. The run measures how much the
    gradients of all parameters change.
 3. From these errors, :mod:`amp_plugin.tuning.placement` chooses a format for each layer.
 4. Runs with all layers in their chosen formats verify the choice.
@@ -377,8 +377,8 @@ def rehearse(
         batches: The arguments of ``step``, one for each batch.
         formats: The formats to try: ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"``, ``"nvfp4"``.
         budget: The relative gradient error that is allowed, such as 0.01 for 1 %. This error is the norm of
-            the difference from the gradients in float32, divided by their norm. All parameters count as one
-            vector.
+            the difference from the gradients in float32, divided by their norm. The gradients of all
+            parameters are treated as one vector.
         device_type: The device type on which the model runs. The default is the device type of the model's
             parameters.
         progress: True shows what is running.
