@@ -64,8 +64,8 @@ class Found:
         line, column, end_line, end_column: the place in the file, counted from 1. In a notebook, lines are
             counted from the beginning of the cell.
         cell: the number of the notebook's code cell, counted from 1. It is 0 for a Python file.
-        detail: a text that replaces the rule's description, or "". A text with a semicolon also replaces the
-            rule's advice.
+        detail: a string that replaces the rule's description, or "". If it contains a semicolon, the string
+            also replaces the rule's advice.
         source_line: the stripped text of the first line of the mistake.
         edits: the edits that fix the mistake.
     """
@@ -88,7 +88,7 @@ class Found:
 
     @property
     def text(self) -> str:
-        """A text that says what is wrong, and what to do."""
+        """A string that says what is wrong and what to do."""
         if ";" in self.detail:  # the detail includes the advice
             return self.detail
         return f"{self.detail or self.mistake.what}; {self.mistake.instead}"
@@ -133,8 +133,8 @@ def check(paths: Sequence[Path], settings: Settings, *, fix: bool = False, diff:
     Args:
         paths: files and folders.
         settings: the rules to check, and the paths to leave out.
-        fix: True applies the edits that fix mistakes to the files.
-        diff: True collects the edits that fix mistakes as diffs, and does not change files.
+        fix: if True, fixable mistakes are corrected in the files.
+        diff: if True, corrections are collected as diffs, and files do not change.
     """
     report = Report()
     file = settings.baseline
@@ -240,7 +240,7 @@ def _without_known(
 
 
 def _entry(one: Found, folder: Path) -> tuple[str, str, str]:
-    """Return the entry of a mistake for a baseline file in ``folder``."""
+    """Return the baseline entry of a mistake, with its path relative to ``folder``."""
     return _relative(one.path, folder), *one.known_by[1:]
 
 

@@ -15,7 +15,7 @@ _GIVES_STATES: Final = re.compile(r"state|checkpoint|ckpt|snapshot", re.IGNORECA
 
 
 def scaler_not_saved(module: Module) -> Iterator[Hit]:
-    """AMP015: Find checkpoints with the optimizer but without the scaler, in modules that use a scaler."""
+    """AMP015: Find checkpoints that save the optimizer but not the scaler, in modules that use a scaler."""
     events = list(module.events())
     uses = any(e.kind == "scaler step" or "scaler" in module.names.made_by(e.call) for e in events)
     if not uses or re.search(r"scaler\w*(\[[^]]*\])?\.state_dict|amp\.state_dict", module.text):
@@ -53,7 +53,7 @@ def _has_a_new_scaler(module: Module, event: Event) -> bool:
 
 
 def _makers(module: Module) -> set[FunctionNode]:
-    """Return the functions that assign a scaler to a local variable, or nothing if other code makes one."""
+    """Return the functions that create a scaler as a local variable, if no other code creates one."""
     makers: set[FunctionNode] = set()
     for event in module.events():
         if "scaler" not in module.names.made_by(event.call):
@@ -86,7 +86,7 @@ def _returned_states(module: Module, reported: set[ast.AST]) -> Iterator[Hit]:
 
 
 def _saves(module: Module, call: ast.Call) -> bool:
-    """Return whether a call saves something without a scaler, by ``torch.save`` or an imported function."""
+    """Return whether a call of ``torch.save`` or an imported function saves something without a scaler."""
     function = call.func
     name = module.names.dotted(function).rpartition(".")[2]
     if not name and isinstance(function, ast.Name) and function.id not in module.names.functions:

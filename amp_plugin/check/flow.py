@@ -1,7 +1,7 @@
 """Lists the calls of each function that concern losses, gradients and scalers, in source order.
 
-A call such as ``scaler.step(optimizer)`` is an event of the function that contains it. Each event has the
-conditions, loops and autocast regions around the call. Two events can run in the same iteration if the
+A call such as ``scaler.step(optimizer)`` is an event of the function that contains it. Each event also holds
+the conditions, loops and autocast regions around the call. Two events can run in the same iteration if the
 conditions of one event include the conditions of the other.
 """
 
@@ -70,7 +70,7 @@ class Context:
 
     @property
     def region(self) -> Region | None:
-        """The innermost autocast region, or None if there is none or if it is off at this place."""
+        """The innermost autocast region, or None if there is none or if it is disabled here."""
         inner = self.regions[-1] if self.regions else None
         if inner is None or not inner.is_on:
             return None
@@ -110,7 +110,7 @@ class Event:
         kind: what the call does.
         call: the syntax node of the call.
         context: the conditions, loops and autocast regions around the call.
-        scope: the scope of the function in which the call is.
+        scope: the scope of the function that contains the call.
         who: the scaler, accelerator or scheduler whose method is called. If an optimizer steps without a
             scaler, ``who`` is the optimizer.
         optimizer: the optimizer that is passed to the scaler's method.
@@ -248,7 +248,7 @@ class _Walker:
                     self.expression(child, context)
 
     def alternatives(self, node: ast.Try | ast.Match, context: Context) -> None:
-        """Walk through the blocks of a ``try`` or ``match``, of whose handlers or cases at most one runs."""
+        """Walk through the blocks of a ``try`` or ``match``. At most one of its handlers or cases runs."""
         if isinstance(node, ast.Try):
             self.body(node.body, context)
             kind, blocks = "handler", [handler.body for handler in node.handlers]
@@ -267,7 +267,7 @@ class _Walker:
         self.body(after, context)
 
     def remember(self, node: ast.stmt) -> None:
-        """If a statement assigns a scaled loss to a variable, remember the variable."""
+        """Remember the variable if a statement assigns a scaled loss to it."""
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             return
         scope = self._flow.scope
@@ -383,7 +383,7 @@ class _Walker:
         return function.attr if is_own and isinstance(function, ast.Attribute) else ""
 
     def kind(self, method: str, call: ast.Call, receiver: ast.AST, roles: set[str]) -> Kind | None:
-        """Return the kind of a method call, given the method's name and the roles of its object."""
+        """Return the kind of a method call from the method's name and the roles of its object."""
         if method in {"backward", "manual_backward"}:
             if self.scaler_of(receiver, self._flow.scope):
                 return "scaled backward"
@@ -399,7 +399,7 @@ class _Walker:
 
 
 def is_named(node: ast.AST, beginning: str) -> bool:
-    """Return whether the last part of a name begins with a text, as in ``self.optimizer`` and "opt"."""
+    """Return whether the last part of a name begins with a prefix, as ``self.optimizer`` does with "opt"."""
     name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
     return name.lower().lstrip("_").startswith(beginning) or f"_{beginning}" in name.lower()
 

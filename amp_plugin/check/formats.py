@@ -13,7 +13,7 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def as_text(report: Report) -> str:
-    """Return a text with a line for each mistake, and a last line with the counts."""
+    """Return a string with a line for each mistake, and a last line with the counts."""
     lines = [f"{_place(one)}: {one.code} {one.text}" for one in report.found]
     lines += [f"{path}: cannot be checked: {reason}" for path, reason in report.faults.items()]
     number = report.files - len(report.faults)

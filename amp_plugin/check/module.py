@@ -13,7 +13,7 @@ from amp_plugin.check.names import FunctionNode, Names, Scope, called, names_of
 
 
 class Edit(NamedTuple):
-    """An edit that replaces a part of a line by a text. An empty part inserts the text."""
+    """An edit that replaces part of a line with new text. An empty part means that the text is inserted."""
 
     line: int  # from 1
     # Columns are counted in bytes of UTF-8, as in ``ast``.
@@ -60,7 +60,7 @@ class Module:
 
     @cached_property
     def covered(self) -> dict[FunctionNode, Region]:
-        """Maps functions of this module that are called inside an autocast region to that region."""
+        """Maps each function of this module that is called inside an autocast region to that region."""
         found: dict[FunctionNode, Region] = {}
         pending = [(event.call, event.scope, event.context.region) for event in self.events()]
         calls: dict[FunctionNode, list[Event]] = {}
@@ -112,7 +112,7 @@ class Module:
         return {flow.scope.node: flow for flow in self.flows}
 
     def region_around(self, context: Context, scope: Scope) -> Region | None:
-        """Return the autocast region around a place, or else the region around a call of its function."""
+        """Return the autocast region around a place, or else a region around a call of its function."""
         node = scope.node
         if context.regions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return context.region

@@ -16,7 +16,7 @@ _ALTERNATIVES: Final = re.compile(r"version|hasattr|torch_|available", re.IGNORE
 
 
 def deprecated_names(module: Module) -> Iterator[Hit]:
-    """AMP013: Find names of torch.cuda.amp and torch.cpu.amp, with edits that move them to torch.amp."""
+    """AMP013: Find names of torch.cuda.amp and torch.cpu.amp, with edits that replace them with torch.amp."""
     parents = module.parents
     lines = module.text.split("\n")
     imported: set[str] = set()
@@ -90,7 +90,7 @@ def _moved(
     parents: dict[ast.AST, ast.AST],
     lines: list[str],
 ) -> tuple[Edit, ...]:
-    """Return the edits of an import and of all uses of its names, or () if one use cannot be edited.
+    """Return the edits of an import and of all uses of its names, or () if any of the uses cannot be edited.
 
     Args:
         module: the module.

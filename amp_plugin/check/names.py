@@ -63,7 +63,7 @@ _DEPTH, _MOST = 4, 200
 
 
 class Key(NamedTuple):
-    """A variable, with the name of the scope that owns it, and its text such as ``self.scaler``."""
+    """A variable, with the name of the scope that owns it and its source text, such as ``self.scaler``."""
 
     scope: str
     text: str

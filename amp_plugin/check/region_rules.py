@@ -12,7 +12,7 @@ from amp_plugin.check.names import FunctionNode
 
 _OTHER_SCALERS = re.compile(r"scaler|apex|deepspeed|accelerat|fabric|loss_scale|lightning", re.IGNORECASE)
 _OTHER_MASTERS = re.compile(r"apex|deepspeed|master|FP16_Optimizer|store_weights|float32_copy", re.IGNORECASE)
-# Float16's largest number, and the number below which numbers round to 0 in float16.
+# Float16's largest number, and the threshold below which numbers round to 0 in float16.
 _LARGEST, _SMALLEST = 65504.0, 2.0**-25
 _PRODUCTS = {"matmul", "bmm", "mm", "linear", "conv1d", "conv2d", "conv3d", "einsum", "baddbmm", "addmm"}
 _KEEP_DTYPE = {
@@ -105,7 +105,7 @@ def fp16_without_scaler(module: Module) -> Iterator[Hit]:
 
 
 def _scalers_never_used(module: Module) -> set[str]:
-    """Return the names of scalers that are created but never used, or nothing if any scaler is used."""
+    """Return the names of scalers that are created but never used, or an empty set if any scaler is used."""
     made = {
         key
         for key, values in module.names.bound.items()
@@ -183,7 +183,7 @@ def autocast_over_threads(module: Module) -> Iterator[Hit]:
 
 
 def function_without_custom_fwd(module: Module) -> Iterator[Hit]:
-    """AMP018: Find autograd Functions with matrix products that run in regions without custom_fwd."""
+    """AMP018: Find autograd Functions without custom_fwd that compute matrix products inside a region."""
     reported: set[str] = set()
     for event in module.events():
         function = event.call.func
@@ -240,7 +240,7 @@ def _fill_values(node: ast.AST) -> Iterator[tuple[float, ast.AST]]:
 
 
 def _divisors(node: ast.AST) -> Iterator[tuple[float, ast.AST]]:
-    """Yield eps and tensor of each ``tensor + eps`` in a divisor, root or logarithm."""
+    """Yield the eps and the tensor of each ``tensor + eps`` in a divisor, root or logarithm."""
     inner: ast.AST | None = None
     if isinstance(node, ast.BinOp):
         inner = node.right

@@ -28,7 +28,7 @@ _RARELY = re.compile(r"%|\blen\(|last|final|num_batch|n_batch|steps_per_epoch", 
 
 
 def clip_before_unscale(module: Module) -> Iterator[Hit]:
-    """AMP001: Find torch's clip between a scaled backward pass and its step, without ``unscale_``."""
+    """AMP001: Find a clip by torch between a scaled backward pass and its step, without ``unscale_``."""
     for flow in module.flows:
         for clip in filter(_bounds, flow.of("clip")):
             if any(_clips_scaled(flow, clip, step) for step in flow.of("scaler step")):
@@ -66,7 +66,7 @@ def _extra(event: Event, other: Event) -> set[tuple[str, bool]]:
 
 
 def _adds_no_doubt(event: Event, known: set[tuple[str, bool]]) -> bool:
-    """Return True if no condition of an event depends on the precision, except known conditions."""
+    """Return True if no condition of an event depends on the precision, apart from known conditions."""
     return not any(_PRECISION.search(text) for text, _ in {*event.context.conditions} - known)
 
 
@@ -78,7 +78,7 @@ def _bounds(clip: Event) -> bool:
 
 
 def _clip_in_a_step(module: Module, flow: Flow) -> Iterator[Hit]:
-    """Find clips before a step in a function without backward pass, if the module never unscales."""
+    """Find clips before a step in a function without a backward pass, if the module never unscales."""
     if any(event.kind in {"unscale", "scaler clip"} for event in module.events()):
         return
     scaled = {event.who for event in module.events() if event.kind == "scaled backward"}
@@ -107,7 +107,7 @@ def step_past_scaler(module: Module) -> Iterator[Hit]:
 def _has_stepped(flow: Flow, before: Event, step: Event) -> bool:
     """Return True if ``step`` always follows a scaler's step of the same optimizer and loss.
 
-    The step was meant for the branch without a scaler, but is outside of that branch.
+    The step was meant for the branch without a scaler, but it is outside of that branch.
     """
     is_next = before.position < step.position and before.context.loops == step.context.loops
     if not is_next or before.optimizer != step.who or _extra(step, before):
@@ -149,7 +149,7 @@ def no_update(module: Module) -> Iterator[Hit]:
 
 
 def _updates_late(module: Module, flow: Flow) -> Iterator[Hit]:
-    """Find updates that follow a loop, although the scaler steps in each iteration of the loop."""
+    """Find updates that come after a loop, although the scaler steps in each iteration of the loop."""
     reported: set[ast.Call] = set()
     for step in flow.of("scaler step"):
         updates = [event for event in module.events() if event.kind == "update" and event.who == step.who]
@@ -264,7 +264,7 @@ def _turn(event: Event) -> tuple[object, ...]:
 
 
 def _follows_nothing(flow: Flow, update: Event, steps: list[Event]) -> bool:
-    """Return True if all steps are in other branches than the update, and nothing unscales before it."""
+    """Return True if no step is in the same branch as the update, and nothing unscales before the update."""
     before = [e for e in flow.events[: update.position] if not e.context.excludes(update.context)]
     is_plain = not (update.call.args or update.call.keywords)
     return (
@@ -331,9 +331,9 @@ def _renewed(flow: Flow, first: Event, last: Event) -> bool:
 
 
 def scheduler_on_skip(module: Module) -> Iterator[Hit]:
-    """AMP016: Find schedulers that step before the scaler, or even if the scaler skipped the step.
+    """AMP016: Find schedulers that step before the scaler, or that step even if the scaler skips its step.
 
-    Schedulers that get the epoch or a metric, or that step once per epoch, are left out.
+    Schedulers that are passed the epoch or a metric, or that step once per epoch, are left out.
     """
     reported: set[ast.Call] = set()
     for flow in module.flows:
@@ -367,7 +367,7 @@ def _goes_ahead(module: Module, flow: Flow, event: Event) -> bool:
 
 
 def _goes_along(module: Module, event: Event, step: Event) -> bool:
-    """Return True if a scheduler steps as often as a scaler, also if the scaler skips its step."""
+    """Return True if a scheduler steps whenever a scaler does, even if the scaler skips its step."""
     knows_skips = any(name in module.identifiers for name in ("get_scale", "last_step", "skipped"))
     if _iterations(step) != _iterations(event) or step.context.excludes(event.context):
         return False
@@ -419,7 +419,7 @@ def _iterations(event: Event) -> tuple[ast.AST, ...]:
 
 
 def framework_bypassed(module: Module) -> Iterator[Hit]:
-    """AMP003: Find torch's clip and backward in programs in which Accelerate or Fabric scales the loss."""
+    """AMP003: Find torch's clip or backward in programs where Accelerate or Fabric scales the loss."""
     for flow in module.flows:
         backwards = flow.of("framework backward")
         for clip in filter(_bounds, flow.of("clip")):
@@ -438,7 +438,7 @@ def framework_bypassed(module: Module) -> Iterator[Hit]:
 
 
 def _framework(module: Module, event: Event) -> tuple[str, object]:
-    """Return the framework whose method an event calls, and the framework's precision in the source."""
+    """Return the framework whose method an event calls, and the precision that the source gives it."""
     function = event.call.func
     if not isinstance(function, ast.Attribute):
         return "", None

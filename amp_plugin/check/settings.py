@@ -24,9 +24,9 @@ class Settings:
     """The settings of a check, with the rules to check and the paths to leave out.
 
     Attributes:
-        select: codes of the rules to check, or first characters of codes ("AMP01" selects AMP010 to AMP019).
-            If it is empty, all rules are checked.
-        ignore: codes of the rules to leave out, or first characters of codes.
+        select: codes of the rules to check, or prefixes of codes ("AMP01" selects AMP010 to AMP019). If it is
+            empty, all rules are checked.
+        ignore: codes of the rules to leave out, or prefixes of codes.
         exclude: patterns of paths to leave out, such as ``tests/*``, relative to ``root``.
         baseline: the file of known mistakes (baseline), or None.
         root: the folder of pyproject.toml.
@@ -74,7 +74,7 @@ class Settings:
 
 
 def _table(file: Path) -> dict[str, Any]:
-    """Return the table [tool.amp-plugin.check] of a pyproject.toml, after validating it."""
+    """Read and validate the table [tool.amp-plugin.check] of a pyproject.toml file."""
     try:
         table = (
             tomllib.loads(file.read_text(encoding="utf-8"))

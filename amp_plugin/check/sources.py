@@ -27,8 +27,8 @@ class Source:
         path: the path of the file.
         text: the text to parse. Lines with IPython syntax are replaced by plain Python.
         lines: the unchanged lines of the file.
-        starts: the number of the first line (from 1) of each code cell of a notebook. It is empty for a
-            Python file.
+        starts: the number (from 1) of the line at which each code cell of a notebook begins. It is empty for
+            a Python file.
         encoding: the encoding of the file.
     """
 
@@ -105,7 +105,7 @@ class Source:
         )
 
     def ignored(self) -> dict[int, set[str]]:
-        """Return a dict from line number to the rule codes that a comment silences there.
+        """Return a dict from each line number to the rule codes that a comment silences on that line.
 
         Line 0 stands for the whole file, and "" stands for all codes.
         """

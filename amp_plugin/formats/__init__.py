@@ -1,1 +1,1 @@
-"""Makes Linear layers compute in formats below 16 bits by torchao, with a choice of format per layer."""
+"""Makes Linear layers compute in formats below 16 bits with torchao. Each layer can have its own format."""

@@ -30,8 +30,9 @@ class Format:
     """A format below 16 bits for training Linear layers with torchao.
 
     Attributes:
-        side: ``in_features`` and ``out_features`` must be multiples of this.
-        rows: In training, the number of input rows (batch times sequence) must be a multiple of this.
+        side: ``in_features`` and ``out_features`` must be multiples of this number.
+        rows: In training, the number of input rows (batch size times sequence length) must be a multiple of
+            this number.
         config: A function that returns torchao's configuration, given a recipe (or None) and ``emulate``.
         convert: A function that returns torchao's layer, given a Linear layer and a configuration. The
             parameters stay the same objects.
@@ -338,12 +339,12 @@ def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """A forward pre-hook of converted layers, which checks and casts the input.
+    """Check and cast the input of a converted layer, as a forward pre-hook.
 
     The hook raises an error if the gradient of the weight could not be computed. In emulated mxfp8 the hook
     also casts the input to the dtype of the weight, because torchao's emulation multiplies input and weight
-    without a cast. The cast does not change results, because the quantizer rounds a bfloat16 number in the
-    same way as the equal float32 number.
+    without a cast. The cast does not change results, because the quantizer rounds a bfloat16 number exactly
+    like the float32 number with the same value.
     """
 
     layer: str
@@ -352,7 +353,7 @@ class LayerInput:
     casts: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Check the number of input rows in training. Return the arguments if the input was cast.
+        """Check the number of input rows in training. Return the new arguments if the input was cast.
 
         Raises:
             ValueError: In training, the number of input rows is not a multiple of the number that the format
@@ -375,7 +376,7 @@ class LayerInput:
 
 
 def read_formats(given: Mapping[str, str] | str | Path | None) -> dict[str, str]:
-    """Return a dict from pattern to format, given a mapping or the path of a YAML file.
+    """Read a mapping or a YAML file into a dict from pattern to format.
 
     ``amp-plugin tune --formats`` writes YAML files of this kind.
 
@@ -422,8 +423,8 @@ def convert(
         model: The model, which is changed in place.
         format_name: ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``. With ``"bf16"`` only the layers
             that ``formats`` names are converted.
-        formats: Other formats for some layers, as a mapping from name patterns or class names to formats, or
-            as the path of a YAML file. The first pattern that matches a layer decides its format.
+        formats: Other formats for some layers. Give a mapping from name patterns or class names to formats,
+            or the path of a YAML file. The first pattern that matches a layer decides its format.
         fp32_modules: Names, patterns or class names of modules whose layers are not converted.
         recipe: torchao's configuration of the format, or the name of a torchao recipe.
         emulate: True emulates the format. Emulation gives correct numbers on any device, but it is slow.

@@ -1,14 +1,14 @@
 """Emulates formats below 16 bits by rounding matrices with torchao's quantizers, without casting them.
 
 A matrix product rounds both operands along the dimension over which it sums. A Linear layer runs three matrix
-products. :class:`Rounded` emulates these products in any format on any device::
+products. :class:`Rounded` emulates these products, with a quantizer ``Q``, in any format on any device:
 
-    output      = Q(x)      @ Q(weight).T      sums over in_features
-    grad_input  = Q(grad)   @ Q(weight.T).T    sums over out_features
-    grad_weight = Q(grad.T) @ Q(x.T).T         sums over the rows of x
+- The output ``Q(x) @ Q(weight).T`` sums over ``in_features``.
+- The gradient of the input, ``Q(grad) @ Q(weight.T).T``, sums over ``out_features``.
+- The gradient of the weight, ``Q(grad.T) @ Q(x.T).T``, sums over the rows of ``x``.
 
 For float32 inputs the results are bitwise equal to those of torchao's emulated float8 and mxfp8 layers. For
-nvfp4 torchao has only GPU kernels, whose Hadamard transform is emulated here too, with torchao's matrix. The
+nvfp4 torchao has only GPU kernels. Their Hadamard transform is emulated here with torchao's matrix. The
 emulation of nvfp4 differs from torchao's kernels in two details. The emulation rounds gradients to nearest,
 but the kernels round them stochastically. The emulation rounds weights in blocks of 16, but the kernels use
 16x16 tiles.
@@ -42,10 +42,10 @@ class Codes:
 
 
 def quantize(matrix: Tensor, name: str, *, is_gradient: bool = False) -> Codes:
-    """Round a contiguous matrix to a format along its last dimension, by torchao's reference quantizers.
+    """Round a contiguous matrix to a format along its last dimension, with torchao's reference quantizers.
 
     Args:
-        matrix: A 2-dim tensor in float32 or bfloat16, whose rows have a multiple of the block size as length.
+        matrix: A 2-dim tensor in float32 or bfloat16. The length of its rows is a multiple of the block size.
         name: ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``.
         is_gradient: True if the matrix is the gradient of an output. For gradients of outputs, ``"fp8"`` uses
             e5m2, as torchao does.
@@ -112,7 +112,7 @@ _SIGNS: Final = (1, 1, -1, 1, -1, -1, 1, 1, 1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def transformed(matrix: Tensor) -> Tensor:
-    """Apply the Hadamard transform to each 16 elements of a row, to spread outliers over all of them."""
+    """Apply the Hadamard transform to each group of 16 elements in a row, which spreads out outliers."""
     from torchao.prototype.moe_training.nvfp4_training.hadamard_utils import (  # noqa: PLC0415 - optional
         get_rht_matrix,
     )
@@ -131,8 +131,8 @@ def products(
         name: The name of the format.
         x: The input, rows x in_features.
         weight: out_features x in_features.
-        grad: The gradient of the output, rows x out_features. If ``grad`` is None, only the output is
-            computed.
+        grad: The gradient of the output, of shape ``[rows, out_features]``. If ``grad`` is None, only the
+            output is computed.
     """
 
     def rounded(matrix: Tensor, *, is_gradient: bool = False) -> Tensor:

@@ -1,6 +1,6 @@
 """Compiles the native core (the C++ part of amp_plugin) once per torch release, and loads it.
 
-A core that was installed with a wheel comes first, and a core in the build cache second. The build cache also
+A core that was installed with a wheel takes precedence over a core in the build cache. The build cache also
 contains the cubins of the CUDA kernels. docs/decisions/building_the_core.md explains the guarantees of the
 cache, and why a child process compiles the core.
 """
@@ -53,7 +53,7 @@ class NativeCore:
         library: The file from which the core was loaded, or None.
         extension: The pybind11 module with the core's classes and functions, or None if the core is not
             loaded.
-        seconds: The seconds that were spent compiling, or 0.0 if the core was compiled before.
+        seconds: The compile time in seconds, or 0.0 if the core had been compiled before.
     """
 
     reason: str = ""
@@ -75,7 +75,7 @@ def native_core() -> NativeCore:
     """Return the native core. The first call compiles and loads it.
 
     Several threads and processes may call this function at the same time. If the core cannot be loaded, no
-    error is raised. Instead ``loaded`` is False, ``reason`` says why, and one RuntimeWarning is given.
+    error is raised. Instead ``loaded`` is False, ``reason`` says why, and one RuntimeWarning is issued.
 
     Returns:
         The native core. Every call returns the same object.
@@ -100,7 +100,7 @@ def native_core() -> NativeCore:
 def require_native(feature: str) -> NativeCore:
     """Return the native core, or raise RuntimeError if it is not loaded.
 
-    The error gives the reason, and names the ``feature`` that needs the core.
+    The error message gives the reason, and names the ``feature`` that needs the core.
     """
     core = native_core()
     if not core.loaded:
@@ -148,7 +148,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
-    """Find or compile the native core. Return the core's file and the seconds that were spent compiling.
+    """Find or compile the native core. Return the core's file and the compile time in seconds.
 
     Raises:
         RuntimeError: the compilation failed. The message contains the first error and the path of the log.
@@ -186,13 +186,13 @@ def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
 
 
 def vector_widths() -> tuple[str, ...]:
-    """Return torch's names for the vector widths of this CPU, with the widest first."""
+    """Return torch's names for the vector widths of this CPU, widest first."""
     widest, known = torch.backends.cpu.get_cpu_capability(), tuple(TARGETS)
     return known[known.index(widest) :] if widest in known else (widest,)
 
 
 def core_name(width: str) -> str:
-    """Return a core's file name, with torch's release, the vector width, and a hash of all build inputs."""
+    """Return a core's file name, with torch's release, the vector width, and a hash of all its inputs."""
     release = torch.__version__.partition("+")[0]  # CPU and CUDA builds share a core
     files = [*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h")]
     sources = {file.name: file.read_text() for file in files}
@@ -202,7 +202,7 @@ def core_name(width: str) -> str:
 
 
 def compile_flags(width: str) -> list[str]:
-    """Return the compiler flags for a vector width, to which torch adds its own. OpenMP is not linked."""
+    """Return the compiler flags for a vector width, to be added to torch's own. OpenMP is not linked."""
     vectors = [f"-march={TARGETS[width]}", f"-DCPU_CAPABILITY_{width}"] if width in TARGETS else []
     as_in_torch = ["-O3", "-DNDEBUG", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
     # The compiler must not fuse multiply-adds, so that all vector widths give the same bits.
@@ -215,8 +215,8 @@ def compile_flags(width: str) -> list[str]:
 def compile_core(folder: Path, width: str) -> Path:
     """Compile a core into an empty folder, in a child process.
 
-    If this CPU can run the core, the child process also loads the core. If the child process fails, a
-    RuntimeError with its complete output is raised.
+    If this CPU can run the core, the child process also loads the core. If the child process fails, raise a
+    RuntimeError with its complete output.
     """
     units = sorted(str(file) for file in SOURCES.glob(UNITS))
     if not units:
@@ -230,7 +230,7 @@ def compile_core(folder: Path, width: str) -> Path:
         "build_directory": str(folder),
     }
     runs_here = width in vector_widths()
-    # load() also runs what it compiles, unless it is told to make a standalone program.
+    # load() also imports what it compiles, unless it is told to make a standalone program.
     if not runs_here:
         wanted |= {"is_standalone": True, "is_python_module": False}
         wanted["extra_ldflags"] = ["-shared", "-ltorch_python"]

@@ -1,8 +1,8 @@
 """The build cache is a folder that only its owner can write. Files are checked before they are used.
 
-Each file ends with a seal, which is the SHA-256 of everything before it. Truncated or damaged files do not
-match their seal, and are built again. Loaders of libraries and cubins ignore the seal, because it follows the
-last section.
+Each file ends with a seal, which is the SHA-256 hash of everything before it. A truncated or damaged file
+does not match its seal, and is rebuilt. Loaders of libraries and cubins ignore the seal, because it follows
+the last section.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SEAL: Final = b"amp_plugin sha256:"
 
 
 def cache_root() -> Path:
-    """Return the cache folder, which is created if it is missing.
+    """Return the cache folder, creating it if it is missing.
 
     Raises:
         OSError, ValueError: the folder cannot be created or used.
@@ -47,7 +47,7 @@ def cache_root() -> Path:
 
 
 def _require_trusted(path: Path) -> None:
-    """Raise if anybody except the user and root can write a file, because its code will be executed."""
+    """Raise if anyone other than the user and root can write a file, because its code will be executed."""
     status, user = path.stat(), os.geteuid()
     if status.st_uid not in {user, _ROOT}:
         msg = (
@@ -67,9 +67,10 @@ def digest(parts: Mapping[str, str]) -> str:
 
 
 def obtain(file: Path, make: Callable[[Path], Path], *, rebuild: bool = False) -> Path:
-    """Return a cached file. If the file is missing, a single process calls ``make`` to build it.
+    """Return a cached file. If the file is missing, one process calls ``make`` to build it.
 
-    ``make`` gets an empty folder and returns the file. Files that do not match their seal count as missing.
+    ``make`` gets an empty folder, builds the file, and returns its path. Files that do not match their seal
+    count as missing.
 
     Raises:
         OSError: the cached file cannot be written.
@@ -129,7 +130,7 @@ def _seal(file: Path) -> None:
 
 
 def _write_to_disk(folder: Path) -> None:
-    """Flush a folder's entries to disk, unless the (network) file system cannot do that."""
+    """Flush a folder's entries to disk. Do nothing if a file system does not support this."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

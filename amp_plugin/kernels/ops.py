@@ -4,20 +4,21 @@ Each op takes all gradients of one optimizer on one device. The gradients may ha
 bfloat16, float32, float64, complex64, complex128), strides and sizes. Lazily conjugated or negated tensors
 are not allowed. Sparse gradients are represented by their values, and DTensors by their local tensors.
 
-On a GPU each op is a single kernel launch without a host sync. Only ``round_weights_`` launches one kernel
-per tensor. See docs/lab/cuda.md.
+On a GPU each op is a single kernel launch without a host sync. Only ``round_weights_`` launches a kernel for
+each tensor. See docs/lab/cuda.md.
 
 Every kernel on every device follows this contract:
 
 - ``inv_scale`` and ``factor`` are tensors of one element, in float32 or float64, on the gradients' device.
   The host never reads them.
-- ``norm`` is a new float32 0-dim tensor with the ``norm_type`` norm of all gradients as one flat vector,
-  *multiplied by inv_scale* (except for ``norm_type`` 0). Chunks of at most 65536 elements are summed in
-  float32. The sums of the chunks are added in float64, or as a tree in a fixed order. Therefore the norm is
-  correct to 1e-6 and the same in every run. If a gradient contains inf or nan, the norm is inf or nan.
+- ``norm`` is a new float32 0-dim tensor with the norm of all gradients as one flat vector, of order
+  ``norm_type`` and *multiplied by inv_scale* (except for order 0). Chunks of at most 65536 elements are
+  summed in float32. The sums of the chunks are added in float64, or as a tree in a fixed order. Therefore the
+  norm is accurate to 1e-6 and identical in every run. If a gradient contains inf or nan, the norm is inf or
+  nan.
 - ``found_inf`` is a new float32 0-dim tensor that is exactly 0.0 or 1.0. ``found_inf`` is 1.0 if any element
-  of a gradient is not finite, before or after the op writes it. An overflow of an element's square does not
-  set ``found_inf``.
+  of a gradient is not finite, before or after the op writes it. If only the square of an element overflows,
+  ``found_inf`` stays 0.0.
 - ``flags`` is a new uint8 tensor ``[len(grads)]``. Bit 0 stands for inf and bit 1 for nan.
 - The three ops on weights accept float32, bfloat16 and int16 tensors of any strides and sizes.
 - Kernels increase the version counter of each tensor that they write. A factor of exactly 1 writes nothing.

@@ -3,19 +3,16 @@
 Tensors are processed one at a time in float64 (or float32 on devices without float64), and results are
 rounded once when they are written. :mod:`amp_plugin.kernels.ops` states the contract of the ops.
 
-**Ranks.** Norms of several ranks cannot be added, but their powers can. Each rank sends these float64
-numbers::
-
-    packed = [the sum of norm ** p, for each way of spreading gradients over ranks, ...,
-              1 if a gradient is not finite, else 0]
-
-A single collective adds these numbers. For p = inf the collective takes the maximum of the norms. For p =
--inf the collective takes the maximum of the negated norms.
+**Ranks.** The norms of different ranks cannot be added, but the p-th powers of these norms can. Each rank
+therefore sends one float64 sum of ``norm ** p`` per sharding layout. The last number that a rank sends is 1
+if any of its gradients is not finite, and 0 otherwise. A single collective adds up these numbers. If p is
+inf, the collective takes the maximum of the norms instead. If p is -inf, the collective takes the maximum of
+the negated norms.
 
 **Weights.** A float32 weight is stored as a pair of two 16-bit halves, as docs/decisions/weights_in_pairs.md
 explains.
 
-**Steps.** :func:`step_` can take a step of every optimizer that has a rule in :data:`RULES`.
+**Steps.** :func:`step_` performs the step of any optimizer that has a rule in :data:`RULES`.
 """
 
 from __future__ import annotations
@@ -35,14 +32,14 @@ from amp_plugin.kernels.state_codes import decode, draws, encode, in_memory_orde
 INF_FLAG = 1
 NAN_FLAG = 2
 _WORD = 0xFFFFFFFF
-# The numbers of the actions "clip" and "raise" at a spike. The number of "skip" is 0.
+# The codes of the spike actions "clip" and "raise". The code of "skip" is 0.
 _CLIP, _RAISE = 1, 2
-# The orders p of norms for which norms are combined over ranks instead of powers.
+# For norms of these orders p, ranks combine the norms themselves instead of their p-th powers.
 _NO_POWER = {0, math.inf, -math.inf}
 
 
 def _flat_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm of all elements as one vector, in the widest floating-point dtype of the device."""
+    """Return the norm of all gradients as a single vector, in the device's widest floating-point dtype."""
     dtype = widest_float(device)
     parts = [g for g in grads if g.numel()]
     if not parts:
@@ -57,7 +54,7 @@ def _flat_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) 
 
 
 def _flags(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return one byte per tensor. Bit 0 is set if the tensor contains inf, bit 1 if it contains nan."""
+    """Return one byte per tensor. Bit 0 is set if the tensor contains inf, and bit 1 if it contains nan."""
     if not tensors:
         return torch.zeros((0,), dtype=torch.uint8, device=device)
     real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
@@ -71,7 +68,7 @@ def _found(flags: Tensor) -> Tensor:
 
 
 def _multiply(grad: Tensor, factor: Tensor) -> None:
-    """Multiply a gradient in place, and round each product once. A factor of 1 changes nothing."""
+    """Multiply a gradient in place, rounding each product once. A factor of 1 changes nothing."""
     wide = torch.float64 if grad.dtype in {torch.float64, torch.complex128} else torch.float32
     if grad.is_complex():
         product = torch.view_as_complex(torch.view_as_real(grad.resolve_conj()) * factor.to(wide))
@@ -89,9 +86,9 @@ def _factor_of(inv_scale: Tensor, *, is_scale: bool) -> Tensor:
 def norm_check(
     grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float = 2.0, is_scale: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the norm of ``inv_scale * grads``, ``found_inf`` and ``flags``, without writing the gradients.
+    """Return ``(norm, found_inf, flags)`` for ``inv_scale * grads`` without modifying the gradients.
 
-    If ``is_scale`` is True, the factor is 1 / ``inv_scale``, rounded to the dtype of ``inv_scale``.
+    If ``is_scale`` is True, ``inv_scale`` is the loss scale itself, and the factor is its reciprocal.
     """
     device, factor = inv_scale.device, _factor_of(inv_scale, is_scale=is_scale)
     flags = _flags(grads, device)
@@ -128,8 +125,7 @@ def multiply_(
     """Multiply gradients by a factor in place. Return ``found_inf`` of the products.
 
     If ``max_norm`` is given, ``factor`` is a norm, and the gradients are multiplied by ``clip_factor(factor,
-    max_norm, None, found_inf)``. If the gradients are multiplied by 1, nothing is written and the result is
-    0.
+    max_norm, None, found_inf)``. If the multiplier is 1, nothing is written and the result is 0.
     """
     value = factor.reshape(()) if max_norm is None else clip_factor(factor, max_norm, None, found_inf)
     for grad in grads:
@@ -153,26 +149,28 @@ def update_scale_(
 ) -> None:
     """Update a loss scale on its device after an optimizer step.
 
-    The rule is torch's, with four changes. The growth interval is compared with ``>=`` instead of ``==``. The
-    scale has a minimum and a maximum. Hysteresis allows some overflows before the scale is lowered::
+    The rule is torch's, with these changes. The scale has a minimum and a maximum. Hysteresis tolerates some
+    overflows before the scale is lowered. The scale also grows if the growth tracker is above the growth
+    interval, whereas torch requires that they are equal.
 
-        on overflow:   tracker = 0; hysteresis_tracker -= 1 (mode 2: not below 1)
-                       if it is used up: scale = max(scale * backoff_factor, min_scale)
-        on success:    tracker += 1; mode 0: hysteresis_tracker = hysteresis
-                       if tracker >= growth_interval:
-                           scale = min(scale * growth_factor, max_scale) if finite; tracker = 0
-                           modes 1, 2: hysteresis_tracker = hysteresis
+    - After an overflow, ``growth_tracker`` becomes 0 and ``hysteresis_tracker`` is lowered by 1. In mode 2
+      ``hysteresis_tracker`` is never lowered below 1.
+    - If an overflow finds ``hysteresis_tracker`` at 1 or below, the scale becomes ``max(scale *
+      backoff_factor, min_scale)``.
+    - After a step without an overflow, ``growth_tracker`` is raised by 1. When ``growth_tracker`` reaches
+      ``growth_interval``, it is reset to 0 and the scale becomes ``min(scale * growth_factor, max_scale)``.
+      If the product is infinite, the scale stays the same.
 
-    In mode 0 any step without overflow resets the hysteresis count, as in apex's ``update_scale_hysteresis``
-    and DeepSpeed's ``consecutive_hysteresis=True``. In mode 1 (Megatron-LM's ``DynamicGradScaler``) and mode
-    2 (DeepSpeed's ``DynamicLossScaler``) only a whole growth interval resets the count. With ``hysteresis=1``
-    all modes follow torch's rule. A scale that the user sets outside of the limits is not moved into the
-    limits.
+    In mode 0 any step without an overflow resets ``hysteresis_tracker`` to ``hysteresis``, as in apex's
+    ``update_scale_hysteresis`` and DeepSpeed's ``consecutive_hysteresis=True``. In mode 1 (Megatron-LM's
+    ``DynamicGradScaler``) and mode 2 (DeepSpeed's ``DynamicLossScaler``) only a complete growth interval
+    resets ``hysteresis_tracker``. With ``hysteresis=1`` all modes follow torch's rule. A scale that the user
+    has set outside the limits is not clamped to them.
     """
     overflow = found_inf.reshape(scale.shape) > 0
     backoff = overflow & (hysteresis_tracker <= 1)
     steps = torch.where(overflow, 0, growth_tracker + 1)
-    # In comparisons with int32 tensors, torch would wrap an interval of 2^31 or more to 0 or below.
+    # In a comparison with an int32 tensor, torch would wrap an interval of 2^31 or more to 0 or below.
     grow = ~overflow & (steps >= min(growth_interval, torch.iinfo(torch.int32).max))
 
     wide = in_widest_float(scale)  # as torch does
@@ -192,14 +190,13 @@ def update_scale_(
 def clip_factor(
     norm: Tensor, max_norm: float, scale: Tensor | None = None, found_inf: Tensor | None = None
 ) -> Tensor:
-    """Return the factor by which clipping multiplies gradients, or the divisor for a fused optimizer's step::
+    """Return the factor by which clipping multiplies gradients: ``min(1, max_norm / (norm + 1e-6))``.
 
-        factor = min(1, max_norm / (norm + 1e-6)), or 1 if a gradient is not finite (a skipped step)
-        result = factor, or scale / factor
-
-    If gradients are finite but their norm overflows float32, clipping makes them zeros, as in torch. Without
-    ``found_inf``, gradients count as finite if their norm is finite.
-    """  # noqa: D415 - the formula belongs to the sentence
+    If a gradient is not finite, the factor is 1, because the step is skipped anyway. If ``scale`` is given,
+    return ``scale / factor``, by which a fused optimizer divides the gradients. If gradients are finite but
+    their norm overflows float32, clipping sets them to zero, as in torch. Without ``found_inf``, gradients
+    count as finite if their norm is finite.
+    """
     value = norm.reshape(())
     skipped = value.isfinite().logical_not() if found_inf is None else found_inf.reshape(()) > 0
     factor = torch.clamp(max_norm / (value + 1e-6), max=1.0)
@@ -220,43 +217,45 @@ def judge_step_(
     least_deviation: float,
     action: int,
 ) -> Tensor:
-    """Decide on the device whether a step is a spike, and update the statistics of earlier steps::
+    """Decide on the device whether a step is a spike, and update the statistics of earlier steps.
 
-        value = sum(values);  mean, variance, steps, held = statistics
-        limit = mean + sigma * max(sqrt(variance), least_deviation * |mean|)
-        spike = steps >= warmup, no overflow, not held, and not value <= limit
-        learned = min(value, limit) if steps >= warmup, else value
-        the statistics do not change if learned is not finite, after an overflow, or while steps are held;
-        otherwise: steps = min(steps + 1, window);  change = learned - mean
-                   variance = (1 - 1/steps) * (variance + change^2 / steps);  mean += change / steps
+    The value of a step is ``sum(values)``. The limit is the mean of earlier values, plus ``sigma`` times the
+    larger of the standard deviation and ``least_deviation * |mean|``. A step is a spike if its value is above
+    the limit or NaN. No step is a spike during the first ``warmup`` steps, after an overflow, or while steps
+    are held. A spike has one of these effects:
 
-        action 0, skip:   the step is skipped if it is a spike
-        action 1, clip:   gradients are multiplied by min(1, mean / (norm + 1e-6)) if it is a spike
-        action 2, raise:  the step is skipped if it is a spike, and all later ones, until ``held`` is set to 0
-        each growth tracker: less 1 if the step is skipped without an overflow (the update will add it again)
+    - Action 0, skip: The step is skipped.
+    - Action 1, clip: The gradients are multiplied by ``min(1, mean / (norm + 1e-6))``.
+    - Action 2, raise: The step is skipped, and all later steps are held (skipped too) until ``held`` is set
+      to 0.
 
-    A spike updates the statistics with the limit instead of its own value. Therefore a single spike raises
-    the limit only a little, but a permanent rise of the values is accepted after some steps. During the first
-    ``window`` steps the mean is an arithmetic mean, and afterwards it is an exponential moving average.
+    If a step is skipped without an overflow, each growth tracker is lowered by 1, because the next update of
+    the scale will raise it by 1.
+
+    The statistics learn from the value of each step. If a value is above the limit, they learn from the limit
+    instead. Therefore a single spike raises the limit only slightly, but a lasting rise of the values is
+    accepted after some steps. The statistics stay unchanged after an overflow, while steps are held, or if
+    the number to learn is not finite. During the first ``window`` steps the mean is an arithmetic mean, and
+    afterwards it is an exponential moving average.
 
     Args:
-        values: The numbers whose sum is compared with the limit, as tensors of one element in float32 or
-            float64 on one device.
-        norm: The current norm of the gradients, float32, 0-dim.
-        found_inf: 1.0 if a gradient is not finite, float32, 0-dim.
-        statistics: The mean, the variance, ``steps`` and ``held`` as a float32 tensor ``[4]``.
-        growth_trackers: The growth trackers of the loss scales, as int32 0-dim tensors.
+        values: One-element tensors (float32 or float64, on the same device). Their sum is compared with the
+            limit.
+        norm: The current norm of the gradients (float32, 0-dim).
+        found_inf: 1.0 if a gradient is not finite, else 0.0 (float32, 0-dim).
+        statistics: A float32 tensor ``[4]`` with the mean, the variance, ``steps`` and ``held``.
+        growth_trackers: The growth trackers of the loss scales (int32, 0-dim).
         sigma: The number of standard deviations above the mean at which a step counts as a spike.
-        window: The number of steps over which the mean is taken.
-        warmup: The number of steps before a step can count as a spike.
+        window: The number of steps over which the values are averaged.
+        warmup: The number of steps that must come before a step can count as a spike.
         least_deviation: The smallest standard deviation, as a fraction of the mean.
         action: The number of the action at a spike: 0, 1 or 2.
 
     Returns:
         A float32 tensor of 6 elements. The first three are whether the step is skipped (0 or 1), the factor
-        of the gradients, and 1 for a spike or 2 for a held step. The last three are the value, the limit
-        (float32's largest number during warm-up), and the norm times the factor.
-    """  # noqa: D415 - the rule belongs to the sentence
+        for the gradients, and a code (1 for a spike, 2 for a held step, else 0). The last three are the
+        value, the limit (float32's largest number during warm-up), and the norm times the factor.
+    """
     mean, variance, steps, held_before = (number.clone() for number in statistics)
     value = torch.stack([value.reshape(()).to(mean.dtype) for value in values]).sum()
     overflow, held = found_inf.reshape(()) > 0, held_before > 0
@@ -295,16 +294,15 @@ def pack_measurements_(
     replicas: Sequence[int],
     norm_type: float,
 ) -> None:
-    """Write the numbers that a collective combines over ranks into ``packed`` (``[len(replicas) + 1]``).
+    """Write to ``packed`` (``[len(replicas) + 1]``) the numbers that a collective will combine over ranks.
 
     Args:
-        packed: A float64 tensor with one element for each way of spreading gradients over ranks, and
-            ``found_inf`` as the last element.
+        packed: A float64 tensor with one element per sharding layout, and ``found_inf`` as the last element.
         norms: The norms of groups of gradients.
         found_infs: The ``found_inf`` of each group of gradients.
-        slots: The index in ``packed`` to which each norm belongs.
-        replicas: For each element of ``packed``, the number of ranks that hold the same gradients. Ranks that
-            hold the same gradients add the same power, so the power is divided by their number.
+        slots: For each norm, the index of its sharding layout in ``packed``.
+        replicas: For each sharding layout, the number of ranks that hold the same gradients. Ranks with the
+            same gradients contribute the same power, so each of them divides the power by their number.
         norm_type: The order of the norm.
     """
     fits = len(norms) == len(slots) and all(0 <= slot < len(replicas) for slot in slots)
@@ -327,7 +325,7 @@ def pack_measurements_(
 
 @torch.no_grad()
 def unpack_measurements(packed: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
-    """Return the norm and found_inf from combined numbers. The last tensor in ``packed`` has found_inf."""
+    """Return the norm and ``found_inf``. The last element of the last tensor in ``packed`` is found_inf."""
     if not packed:
         msg = "unpack_measurements: got no packed measurements; give at least one"
         raise ValueError(msg)
@@ -339,7 +337,7 @@ def unpack_measurements(packed: Sequence[Tensor], norm_type: float) -> tuple[Ten
 
 
 def _power(norms: Sequence[Tensor], norm_type: float, like: Tensor) -> Tensor:
-    """Return the combined powers of the norms (0-dim), or the neutral element if there are no norms."""
+    """Return the sum (or maximum) of the norms' p-th powers as a 0-dim tensor, even if there are no norms."""
     wide = torch.stack([norm.reshape(()).to(like.dtype) for norm in norms]) if norms else like.new_empty(0)
     if norm_type == -math.inf:
         wide = -wide
@@ -364,7 +362,7 @@ def _refuse_counts(op: str, masters: Sequence[Tensor], **others: Sequence[Tensor
 def pack_weights_(masters: Sequence[Tensor], high: Sequence[Tensor], low: Sequence[Tensor]) -> None:
     """Split float32 weights into pairs of a bfloat16 and an int16 tensor of the same shape.
 
-    The bfloat16 half is the nearest bfloat16 number. Ties are rounded away from zero, so that the split is
+    The bfloat16 half is the weight rounded to nearest. Ties are rounded away from zero, so that the split is
     reversible. NaNs whose bfloat16 half would not be a NaN become the default NaN.
     """
     _refuse_counts("pack_weights_", masters, high_halves=high, low_halves=low)
@@ -409,19 +407,19 @@ def round_weights_(masters: Sequence[Tensor], out: Sequence[Tensor], seed: int, 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Describes what an optimizer step does to one parameter.
+    """Defines what an optimizer step does to one parameter.
 
     Attributes:
         numbers: The names of the rule's numbers, in order. The first name is ``lr``.
         states: The kind of each state, in order: ``"signed"``, ``"square"``, ``"second square"`` or
-            ``"weight"``. Squares are never negative. Squares that are stored in fewer bits are rounded
+            ``"weight"``. Squares are never negative. Squares stored in 16 or 8 bits are rounded
             stochastically. Weights are always float32.
         apply: A function of a parameter, its gradient, its states, its counters after this step, and the
             numbers by name. All tensors are float32 or wider. The function returns the new parameter and the
             new states.
         counters: The number of counters per parameter. The first counter counts the steps.
-        count: A function that returns the new second counter, given the old second counter, the first counter
-            after this step, and the numbers.
+        count: A function that computes the second counter from its old value, the first counter after this
+            step, and the numbers.
     """
 
     numbers: tuple[str, ...]
@@ -439,14 +437,11 @@ def _decayed(param: Tensor, grad: Tensor, n: SimpleNamespace) -> Tensor:
 def _adam(
     param: Tensor, grad: Tensor, states: list[Tensor], counters: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """Adam (Kingma and Ba, 2015), and AdamW if weight decay is decoupled (Loshchilov and Hutter, 2019)::
+    """Compute a step of Adam (Kingma and Ba, 2015).
 
-    grad += weight_decay * param             or, decoupled: param *= 1 - lr * weight_decay
-    exp_avg += (1 - beta1) * (grad - exp_avg)
-    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad^2
-    root = sqrt(exp_avg_sq)                  amsgrad: of the largest exp_avg_sq so far
-    param -= lr / (1 - beta1^step) * exp_avg / (root / sqrt(1 - beta2^step) + eps)
-    """  # noqa: D415 - the formula belongs to the sentence
+    If weight decay is decoupled, the step is AdamW's (Loshchilov and Hutter, 2019). For AMSGrad a third state
+    holds the largest ``exp_avg_sq`` so far.
+    """
     exp_avg, exp_avg_sq, *largest = states
     (step,) = counters
     if n.decoupled:
@@ -465,12 +460,7 @@ def _adam(
 def _sgd(
     param: Tensor, grad: Tensor, states: list[Tensor], _: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """SGD, with momentum if there is a buffer::
-
-    grad += weight_decay * param
-    buffer = momentum * buffer + (1 - dampening) * grad
-    param -= lr * (grad + momentum * buffer if nesterov else buffer)
-    """  # noqa: D415 - the formula belongs to the sentence
+    """Compute a step of SGD. If there is a state, it is the momentum buffer."""
     grad = direction = _decayed(param, grad, n)
     states = [n.momentum * buffer + (1 - n.dampening) * grad for buffer in states]
     for buffer in states:
@@ -481,11 +471,7 @@ def _sgd(
 def _lion(
     param: Tensor, grad: Tensor, states: list[Tensor], _: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """Lion (Chen et al., 2023)::
-
-    param = (1 - lr * weight_decay) * param - lr * sign(beta1 * exp_avg + (1 - beta1) * grad)
-    exp_avg = beta2 * exp_avg + (1 - beta2) * grad
-    """  # noqa: D415 - the formula belongs to the sentence
+    """Compute a step of Lion (Chen et al., 2023). Weight decay is always decoupled."""
     (exp_avg,) = states
     grad = -grad if n.maximize else grad
     direction = (n.beta1 * exp_avg + (1 - n.beta1) * grad).sign()
@@ -496,15 +482,11 @@ def _lion(
 def _rmsprop(
     param: Tensor, grad: Tensor, states: list[Tensor], _: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """RMSprop (Tieleman and Hinton, 2012). ``grad_avg`` and ``momentum_buffer`` are optional states::
+    """Compute a step of RMSprop (Tieleman and Hinton, 2012).
 
-    grad += weight_decay * param
-    square_avg = alpha * square_avg + (1 - alpha) * grad^2
-    grad_avg += (1 - alpha) * (grad - grad_avg)                    if it is centered
-    direction = grad / (sqrt(square_avg - grad_avg^2) + eps)
-    momentum_buffer = momentum * momentum_buffer + direction       with momentum
-    param -= lr * (momentum_buffer or direction)
-    """  # noqa: D415 - the formula belongs to the sentence
+    The first state is ``square_avg``. If the rule is centered, ``grad_avg`` follows. With momentum, the last
+    state is the momentum buffer.
+    """
     grad = _decayed(param, grad, n)
     square_avg, *others = states
     square_avg = variance = n.alpha * square_avg + (1 - n.alpha) * grad * grad
@@ -535,12 +517,7 @@ def _not_centered(
 def _adagrad(
     param: Tensor, grad: Tensor, states: list[Tensor], counters: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """Adagrad (Duchi et al., 2011)::
-
-    grad += weight_decay * param
-    sum += grad^2
-    param -= lr / (1 + (step - 1) * lr_decay) * grad / (sqrt(sum) + eps)
-    """  # noqa: D415 - the formula belongs to the sentence
+    """Compute a step of Adagrad (Duchi et al., 2011). The state is the sum of the squared gradients."""
     grad = _decayed(param, grad, n)
     total = states[0] + grad * grad
     rate = n.lr / (1 + (counters[0] - 1) * n.lr_decay)
@@ -550,14 +527,7 @@ def _adagrad(
 def _adadelta(
     param: Tensor, grad: Tensor, states: list[Tensor], _: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """Adadelta (Zeiler, 2012)::
-
-    grad += weight_decay * param
-    square_avg = rho * square_avg + (1 - rho) * grad^2
-    delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * grad
-    acc_delta = rho * acc_delta + (1 - rho) * delta^2
-    param -= lr * delta
-    """  # noqa: D415 - the formula belongs to the sentence
+    """Compute a step of Adadelta (Zeiler, 2012). The states are ``square_avg`` and ``acc_delta``."""
     grad = _decayed(param, grad, n)
     square_avg = n.rho * states[0] + (1 - n.rho) * grad * grad
     delta = ((states[1] + n.eps) / (square_avg + n.eps)).sqrt() * grad
@@ -567,7 +537,7 @@ def _adadelta(
 def _moments(
     param: Tensor, grad: Tensor, states: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Decay the weights and update the moments in the same way as Adam."""
+    """Apply weight decay and update both moments, as Adam does."""
     if n.decoupled:
         grad, param = -grad if n.maximize else grad, param * (1 - n.lr * n.weight_decay)
     else:
@@ -588,13 +558,7 @@ def _next_mu_product(mu_product: Tensor, step: Tensor, n: SimpleNamespace) -> Te
 def _nadam(
     param: Tensor, grad: Tensor, states: list[Tensor], counters: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """NAdam (Dozat, 2016), with Adam's moments::
-
-    mu(step) = beta1 * (1 - 0.5 * 0.96^(step * momentum_decay));  mu_product *= mu(step)
-    denominator = sqrt(exp_avg_sq / (1 - beta2^step)) + eps
-    param -= lr * (1 - mu(step)) / (1 - mu_product) * grad / denominator
-    param -= lr * mu(step + 1) / (1 - mu_product * mu(step + 1)) * exp_avg / denominator
-    """  # noqa: D415 - the formula belongs to the sentence
+    """Compute a step of NAdam (Dozat, 2016). The second counter is ``mu_product``, as in torch."""
     step, mu_product = counters
     param, grad, exp_avg, exp_avg_sq = _moments(param, grad, states, n)
     denominator = exp_avg_sq.sqrt() / (1 - n.beta2**step).sqrt() + n.eps
@@ -607,16 +571,7 @@ def _nadam(
 def _radam(
     param: Tensor, grad: Tensor, states: list[Tensor], counters: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """RAdam (Liu et al., 2020), with Adam's moments::
-
-    rho_inf = 2 / (1 - beta2) - 1;  rho = rho_inf - 2 * step * beta2^step / (1 - beta2^step)
-    average = exp_avg / (1 - beta1^step)
-    if rho > 5:
-        rectified = sqrt((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho))
-        param -= lr * average * rectified * sqrt(1 - beta2^step) / (sqrt(exp_avg_sq) + eps)
-    else:
-        param -= lr * average
-    """  # noqa: D415 - the formula belongs to the sentence
+    """Compute a step of RAdam (Liu et al., 2020). Until ``rho`` exceeds 5, the second moment is not used."""
     (step,) = counters
     param, grad, exp_avg, exp_avg_sq = _moments(param, grad, states, n)
     power, most = n.beta2**step, 2 / (1 - n.beta2) - 1
@@ -630,13 +585,7 @@ def _radam(
 def _adamax(
     param: Tensor, grad: Tensor, states: list[Tensor], counters: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """Adamax (Kingma and Ba, 2015)::
-
-    grad += weight_decay * param
-    exp_avg += (1 - beta1) * (grad - exp_avg)
-    exp_inf = max(beta2 * exp_inf, |grad| + eps)
-    param -= lr / (1 - beta1^step) * exp_avg / exp_inf
-    """  # noqa: D415 - the formula belongs to the sentence
+    """Compute a step of Adamax (Kingma and Ba, 2015). The states are ``exp_avg`` and ``exp_inf``."""
     grad = _decayed(param, grad, n)
     exp_avg = states[0] + (1 - n.beta1) * (grad - states[0])
     exp_inf = torch.maximum(n.beta2 * states[1], grad.abs() + n.eps)
@@ -646,13 +595,11 @@ def _adamax(
 def _schedule_free(
     param: Tensor, grad: Tensor, states: list[Tensor], _: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """AdamW, schedule-free (Defazio et al., 2024). The parameter is y; ``lr`` is after warm-up::
+    """Compute a step of schedule-free AdamW (Defazio et al., 2024).
 
-    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad^2
-    direction = grad / (sqrt(exp_avg_sq / correction2) + eps) + weight_decay * param
-    param += share * (z - param) + y_step * direction
-    z -= lr * direction
-    """  # noqa: D415 - the formula belongs to the sentence
+    The parameter is the sequence y of the paper, and the second state is z. The learning rate ``lr`` already
+    includes warm-up.
+    """
     exp_avg_sq = n.beta2 * states[0] + (1 - n.beta2) * grad * grad
     direction = grad / ((exp_avg_sq / n.correction2).sqrt() + n.eps) + n.weight_decay * param
     param = param + n.share * (states[1] - param) + n.y_step * direction
@@ -662,11 +609,7 @@ def _schedule_free(
 def _muon_momentum(
     _: Tensor, grad: Tensor, states: list[Tensor], __: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """Muon's step (Jordan, 2024) before its matrix products. The products' input is written to ``param``::
-
-    momentum_buffer += (1 - momentum) * (grad - momentum_buffer)
-    param = grad + momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
-    """  # noqa: D415 - the formula belongs to the sentence
+    """Compute the input of Muon's matrix products (Jordan, 2024), which replaces the parameter."""
     buffer = states[0] + (1 - n.momentum) * (grad - states[0])
     return grad + n.momentum * (buffer - grad) if n.nesterov else buffer, buffer
 
@@ -674,7 +617,7 @@ def _muon_momentum(
 def _muon_update(
     param: Tensor, update: Tensor, _: list[Tensor], __: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """Muon's step after its products: ``param = (1 - lr * weight_decay) * param - lr * ratio * products``."""
+    """Compute the end of Muon's step, where ``update`` is the result of the matrix products."""
     return ((1 - n.lr * n.weight_decay) * param - n.lr * n.ratio * update,)
 
 
@@ -729,7 +672,7 @@ RULES: Final = {
 }
 """Maps names to the rules of :func:`step_`. ``csrc/rules`` has the same rules in C++ and CUDA."""
 
-# Maps kinds of states to the argument ``state`` of draws(), for their random bits.
+# Maps each kind of state to the ``state`` argument of draws(), which selects its random bits.
 _DRAWS: Final = {"square": 1, "second square": 2}
 
 
@@ -747,26 +690,26 @@ def step_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Divide gradients, and take an optimizer step unless ``found_inf`` is above 0.
+    """Divide the gradients by ``grad_scale``, and take an optimizer step unless ``found_inf`` is above 0.
 
     Args:
-        params: The parameters, in float32, or in bfloat16 with ``remainders``. They are written.
+        params: The parameters, in float32, or in bfloat16 if ``remainders`` are given. They are written.
         grads: The gradients of the parameters, in float32, bfloat16 or float16. Each gradient is divided by
             ``grad_scale`` and rounded once to its dtype. ``maximize`` and weight decay do not change the
             gradient. The step itself uses the quotients in float32. If ``grad_scale`` is None or 1, gradients
-            are not written and their version counters do not change. On a GPU, version counters also change
-            if ``grad_scale`` is 1, because the host cannot see that number.
-        states: The first states of all parameters, followed by all second states, and so on. Each state is
-            float32 or bfloat16 in the shape of its parameter, or 8-bit codes (see :mod:`.state_codes`).
-            States are written.
-        counters: The first counters of all parameters (one element each, float32 or float64), followed by all
-            second counters (float32). Counters are written.
+            are not written and their version counters do not change. On a GPU the host cannot see that
+            ``grad_scale`` is 1, so the version counters change even then.
+        states: The first state of every parameter, then the second state of every parameter, and so on. Each
+            state is float32 or bfloat16 in the shape of its parameter, or 8-bit codes (see
+            :mod:`.state_codes`). States are written.
+        counters: The first counter of every parameter (one element, float32 or float64), then every second
+            counter (float32). Counters are written.
         remainders: The int16 halves of the parameters' pairs, or an empty list. Remainders are written.
         rule: A key of :data:`RULES`.
-        numbers: The numbers of the rule, in the order of its ``numbers``.
+        numbers: The values of the rule's numbers, in the order of :attr:`Rule.numbers`.
         lr: A learning rate on the device (one element), which replaces the first number.
-        grad_scale: The divisor of the gradients (one element), which is a loss scale, possibly combined with
-            a clip factor.
+        grad_scale: The divisor of the gradients (one element). It is a loss scale, possibly combined with a
+            clip factor.
         found_inf: A tensor of one element. If ``found_inf`` is above 0, only the gradients are written.
     """
     entry, count = RULES[rule], len(params)
@@ -826,7 +769,7 @@ def _read_state(state: Tensor, param: Tensor, kind: str) -> Tensor:
 def _write_state(
     state: Tensor, value: Tensor, param: Tensor, taken: Tensor | bool, kind: str, step: Tensor | float
 ) -> None:
-    """Write a state back in the format in which it is stored. This reverses ``_read_state``."""
+    """Write a state in the format in which it is stored. This reverses ``_read_state``."""
     if state.dtype is torch.float32:
         return _write_if(state, value, taken)
     flat = in_memory_order(torch.empty_like(param, dtype=torch.float32).copy_(value))

@@ -27,8 +27,8 @@ def draws(numel: int, step: Tensor | float, state: int, device: torch.device) ->
     """Return 16 random bits per element (int64) for stochastic rounding of a second moment.
 
     Only the bits of the first element in a block are drawn at random. The high bytes of the other elements
-    follow from the first element, and are spread evenly. ``state`` is 1 for ``exp_avg_sq`` and 2 for its
-    maximum. Only the low 32 bits of ``step`` matter.
+    are computed from the first element, and are evenly distributed. ``state`` is 1 for ``exp_avg_sq`` and 2
+    for its maximum. Only the low 32 bits of ``step`` matter.
     """
     number = step.to(torch.int64).reshape(()) if isinstance(step, Tensor) else int(step)
     places = torch.arange(numel, device=device)
@@ -46,7 +46,7 @@ def random_bits(numbers: Tensor, seed: Tensor | int) -> Tensor:
 
 
 def to_bf16(flat: Tensor, drawn: Tensor | None = None) -> Tensor:
-    """Round float32 numbers to bfloat16, to nearest or stochastically with the random bits ``drawn``."""
+    """Round float32 numbers to bfloat16, to nearest or (with random bits ``drawn``) stochastically."""
     if drawn is None:
         return flat.bfloat16()
     bits = flat.contiguous().view(torch.int32).to(torch.int64) + drawn
@@ -55,11 +55,11 @@ def to_bf16(flat: Tensor, drawn: Tensor | None = None) -> Tensor:
 
 
 def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Tensor | None = None) -> Tensor:
-    """Return the 8-bit codes of float32 numbers (uint8, in whole blocks).
+    """Encode float32 numbers as 8-bit codes (uint8), padded to whole blocks.
 
     Negative numbers are allowed only if ``signed`` is True. If ``drawn`` is given (by :func:`draws`), second
     moments are rounded stochastically. Otherwise they are rounded to nearest. ``units`` (``[blocks, 1]``) has
-    the scale of each block. By default the scale follows from the largest number in the block.
+    the scale of each block. By default the scale is computed from the largest number in the block.
     """
     kept = _kept(flat, signed=signed)
     blocks, unit = len(kept), _units(kept, signed=signed) if units is None else units
@@ -79,11 +79,11 @@ def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Te
 
 
 def encode_exactly(flat: Tensor, *, signed: bool) -> Tensor:
-    """Return codes that decode to exactly the given numbers, if these were decoded from codes.
+    """Return codes that decode to exactly the given numbers, if those numbers were decoded from codes.
 
-    Other numbers are rounded to the nearest codes. The scale of a block cannot be computed exactly from its
-    largest number, whose code may have been rounded down by one. Therefore neighbours of the computed scale
-    are tried.
+    Other numbers are rounded to the nearest codes. A block's scale cannot be computed exactly from its
+    largest number, because the code of that number may have been rounded down by one. Therefore the scales
+    next to the computed one are tried too.
     """
     kept = _kept(flat, signed=signed)
     asked_for = _units(kept, signed=signed)
@@ -100,9 +100,9 @@ def encode_exactly(flat: Tensor, *, signed: bool) -> Tensor:
 
 
 def _kept(flat: Tensor, *, signed: bool) -> Tensor:
-    """Return the values that encoding divides by the scales, in blocks of 128.
+    """Return the values that :func:`encode` divides by the scales, in blocks of 128.
 
-    Signed numbers are used themselves, and unsigned numbers are replaced by their square roots.
+    Signed numbers are used as they are, and unsigned numbers are replaced by their square roots.
     """
     kept = flat.new_zeros((flat.numel() + BLOCK - 1) // BLOCK * BLOCK)
     kept[: flat.numel()] = (

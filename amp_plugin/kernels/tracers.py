@@ -1,6 +1,6 @@
 """Keeps tracers out of amp_plugin's Python frames, without importing Dynamo.
 
-If a compiled function falls back to eager mode, Dynamo tries to trace every function that it calls.
+If a compiled function falls back to eager mode, Dynamo still tries to trace the functions it calls.
 torch.jit.trace records every op call, and fails at ops that take a list of strings.
 """
 
@@ -28,7 +28,7 @@ def untraced(function: Function) -> Function:
 
 
 def outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
-    """Cause a graph break at calls of a method, because it makes decisions by the values of tensors."""
+    """Break the graph at calls of a method whose control flow depends on the values of tensors."""
     outside = torch._disable_dynamo(untraced(method))  # type: ignore[attr-defined]
 
     @wraps(method)

@@ -32,7 +32,7 @@ def fully_shard(
     Run the sharded model under ``autocast``. Each module in ``units`` becomes a separate FSDP unit, and the
     whole model is sharded last. Before torch 2.15 all weights of a unit are gathered in one dtype, so
     ``fp32_modules`` become separate units too. Gradients of micro-batches are summed in the dtype in which
-    they are reduced, also after ``set_requires_gradient_sync(False)``.
+    they are reduced, even after ``set_requires_gradient_sync(False)``.
 
     If ``plan.weights`` is not ``"fp32"``, weights that are gathered in 16 bits are stored in that format by
     ``store_weights``. To also compress the optimizer's state, call ``store_weights(model, optimizer,
@@ -45,8 +45,8 @@ def fully_shard(
             each op.
         units: Modules of the model, usually its layers. A unit's weights are gathered when the unit runs.
         root: The model to which the names in ``plan.fp32_modules`` refer, if it is not ``model``.
-        **options: Options of torch's ``fully_shard``: ``mesh``, ``reshard_after_forward``,
-            ``offload_policy``, ...
+        **options: Options of torch's ``fully_shard``, such as ``mesh``, ``reshard_after_forward`` and
+            ``offload_policy``.
 
     Returns:
         The model.
@@ -69,7 +69,7 @@ def fully_shard(
     _refuse_misfits(model, chosen, root or model, options)
     in_fp32 = plan.in_fp32(root or model)
     apply_fp32_modules(root or model, plan.fp32_modules)
-    # All ranks must use the same order, which model.modules() has and a set does not.
+    # The order must be the same on all ranks. A set has no fixed order, but model.modules() has.
     found = [module for module in model.modules() if module in chosen]
     # Smaller modules come first, so that submodules are sharded before their parents.
     for module in sorted(found, key=lambda unit: sum(1 for _ in unit.modules())):
@@ -97,7 +97,7 @@ def shard_unit(
     members = unit if isinstance(unit, list) else [unit]
     apart = _outermost(members, in_fp32)
     if has_dtypes_by_parameter():
-        # torch can gather each weight in its stored dtype or in a lower dtype.
+        # This torch release can gather each weight in its stored dtype or in a lower one.
         # Therefore float32 weights that stay in fp32 need no separate unit.
         beside = [m for m in apart if m not in members and HALVES.isdisjoint(p.dtype for p in m.parameters())]
         apart = [module for module in apart if module not in beside]

@@ -94,7 +94,7 @@ def _fsdp_units(model: nn.Module) -> list[ShardUnit]:
 
 
 def _inner_first(units: Iterable[ShardUnit | None]) -> list[ShardUnit]:
-    """Move each unit behind the units inside it, given units in the order of ``named_modules()``."""
+    """Sort units from the order of ``named_modules()``, so that each unit follows the units inside it."""
     ordered: list[ShardUnit] = []
     # The units that contain the current unit, from the outermost to the innermost.
     around: list[ShardUnit] = []
@@ -214,7 +214,7 @@ class ModelDtypes:
     def __rich__(self) -> Group:
         """Return a table of the units and, if modules were called, a table of these calls."""
         titles = ("parameters", "stored", "gathered", "reduced", "bytes\nhere", "moments")
-        # If the screen is narrow, only names are shortened and not these columns.
+        # On a narrow screen, only names are shortened, and these columns are not.
         columns = (Column(title, no_wrap=True) for title in titles)
         pairs = any(unit.remainder_bytes for unit in self.units)
         table = Table(
@@ -260,13 +260,12 @@ def _text(dtypes: Iterable[torch.dtype | None] | None) -> str:
 def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
     """Report the dtypes of a model's weights and gradients, and of the inputs and outputs of its modules.
 
-    If inputs are given, the model runs once under ``torch.no_grad()``, in the autocast region around the call
-    and in its current mode. In training mode, buffers such as the statistics of batch norm change. If no
-    inputs are given, the model does not run and the report covers only its weights. The native core is not
-    needed.
+    If inputs are given, the model runs once under ``torch.no_grad()`` and the current autocast region, in its
+    current mode. In training mode, buffers such as the statistics of batch norm change. If no inputs are
+    given, the model does not run and the report covers only its weights. The native core is not needed.
 
     Args:
-        model: A plain model, or a model that is wrapped by DDP or FSDP or sharded by ``fully_shard``. Of a
+        model: A plain model, or a model that is wrapped by DDP or FSDP or sharded by ``fully_shard``. For a
             compiled module, the report shows inputs and outputs, but nothing about its submodules.
         *inputs: The positional arguments of the model.
         **named: The keyword arguments of the model.
@@ -335,7 +334,7 @@ _SET: Final = {
 def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
     """Check that FSDP uses the dtypes of a plan. Return True if FSDP shards the model at all.
 
-    A warning is given if gradients are reduced in 16 bits although the plan says fp32.
+    A warning is issued if gradients are reduced in 16 bits although the plan says fp32.
 
     Raises:
         ValueError: A weight of a module in ``fp32_modules`` is gathered in 16 bits.
@@ -372,7 +371,7 @@ def _refuse_rounded_weights(model: nn.Module, in_fp32: set[nn.Module], units: li
             raise ValueError(msg)
 
 
-# The names of collectives. The first name that is part of torch's op name applies.
+# The names of collectives. The first name that occurs in torch's op name is used.
 # Underscores are ignored, so ``_allgather_base_`` is an ``all_gather`` and ``isend`` is a ``send``.
 _OPS: Final = (
     *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"),
@@ -387,7 +386,7 @@ class Collective:
     """One call of a collective by this rank.
 
     Attributes:
-        op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ...
+        op: The collective, such as ``"all_gather"`` or ``"reduce_scatter"``.
         dtype: The dtype of the data, such as ``"bf16"``.
         elements: The number of elements of the larger tensor on one rank, which is the output of an
             all-gather or the input of a reduce-scatter.
@@ -419,8 +418,8 @@ def log_collectives() -> Iterator[CollectiveLog]:
     """Record the collectives that this process calls in a block, including those of backward passes.
 
     Yields:
-        The log, to which each call is added when it is made. Barriers are left out. Recording causes no host
-        sync.
+        The log. Each call is added to it when the call is made. Barriers are left out. Recording causes no
+        host sync.
 
     Example:
         >>> import torch.distributed as dist
@@ -445,8 +444,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op, and record it if it is a collective.
 
-        Ops on DTensors are declined, because DTensor then runs them as ops on plain tensors, which come here
-        again.
+        Ops on DTensors are declined. DTensor then runs them as ops on plain tensors, which are recorded here.
         """
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented

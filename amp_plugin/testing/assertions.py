@@ -1,17 +1,19 @@
 """Assertions about numerics, whose tolerances are measured in the run itself.
 
 Each op runs twice, in the program's dtypes and in a wide dtype whose rounding is negligible. The number
-``explained`` is the relative difference of a result from the wide run that rounding can explain::
+``explained`` is the relative difference between a result and the wide run that rounding can explain. It
+combines two numbers as the square root of the sum of their squares:
 
-    rounding of an op       = its own relative error, at most half an eps of its dtype
-    explained of its result = sqrt(rounding^2 + (largest explained of its inputs)^2)
+- The rounding of the op itself is its own relative error, but at most half an eps of its dtype.
+- The rounding of earlier ops is the largest ``explained`` of the op's inputs.
 
 Some derivatives are discontinuous, such as the derivative of relu at 0. If rounding moves an input across a
-discontinuity, the result changes by more than rounding. The fraction of elements that cross a discontinuity
-is added to ``explained``, up to 3 * explained of the input.
+discontinuity, the result changes by more than rounding alone. Therefore the fraction of elements that cross a
+discontinuity is added to ``explained``, up to three times the ``explained`` of the input.
 
-An assertion fails if a loss, or the gradients of a step, differ from the wide run by more than 3 * explained.
-An assertion also fails if rounding of the weights loses more than 3 * explained of an update.
+An assertion fails if a loss, or the gradients of a step, differ from the wide run by more than three times
+``explained``. An assertion also fails if rounding of the weights loses more than three times ``explained`` of
+an update.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ _PRECISIONS: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": tor
 
 @dataclass(frozen=True, kw_only=True)
 class _Apart:
-    """A loss, gradient or update that differs from the wide run by more than rounding can explain."""
+    """A loss, gradient or update that differs from the wide run by more than rounding explains."""
 
     what: str
     apart: float
@@ -76,7 +78,7 @@ class _Origin:
 
 
 def _turned(result: Tensor, exact: Tensor) -> float:
-    """Return the fraction of a result's squared norm in elements that crossed a discontinuity."""
+    """Return the share of a result's squared norm that is in elements that crossed a discontinuity."""
     size = float(in_widest_float(exact).square().sum())
     difference = in_widest_float(result) - in_widest_float(exact)
     other_side = difference.abs() > 0.5 * in_widest_float(exact).abs()
@@ -96,7 +98,7 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
         self.origin: _Origin | None = None
 
     def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
-        """Compute ``explained`` of a result. Remember the first op whose result differs by more than that."""
+        """Compute ``explained`` of a result. Remember the first op whose result exceeds its tolerance."""
         if not result.is_floating_point():
             return
         own = distance(result, exact) if exact is not None else 0.0
@@ -173,15 +175,15 @@ def assert_trains_like(
 ) -> None:
     """Fail if losses, gradients or updates differ from the reference by more than rounding explains.
 
-    Each op runs twice: in the program's dtypes, and in the reference dtype with the inputs of the reference
-    run. No tolerance has to be set. The tolerance is three times the rounding that was measured along the
-    path to a gradient. The roundings of the ops on that path are combined as the root of the sum of their
-    squares.
+    Each op runs twice, once in the program's dtypes, and once in the reference dtype with the inputs of the
+    reference run. No tolerance has to be set. The tolerance is three times the rounding that was measured
+    along the path to a gradient. The roundings of the ops on that path are combined as the root of the sum of
+    their squares.
 
     Args:
         step: a function that performs one training step, with forward, backward and optimizer step. If
-            ``step`` returns a tensor, this is the loss. If ``precision`` is given, the function gets an
-            autocast region as an argument, and opens the region around its forward pass.
+            ``step`` returns a tensor, it is the loss. If ``precision`` is given, the function is passed an
+            autocast region, and must open the region around its forward pass.
         reference: the dtype of the reference run.
         precision: the dtype of the autocast region. By default the function ``step`` opens its own region.
         steps: the number of steps to run.

@@ -57,7 +57,7 @@ class LostNumbers:
         return counted
 
     def report(self) -> str:
-        """Return a text that lists the lost steps and numbers, or "" if nothing was lost."""
+        """Return a string that lists the lost steps and numbers, or "" if nothing was lost."""
         found = [str(finding) for finding in self._diagnosis.findings]
         found += self._casts.lines()
         if self._skips:
@@ -66,7 +66,7 @@ class LostNumbers:
 
 
 def _scale_of(scaler: Any) -> float:
-    """Return the loss scale without a requested update, which a read of ``get_scale()`` would apply."""
+    """Return the loss scale without applying a requested update, which ``get_scale()`` would apply."""
     value = getattr(scaler, "_scale", None)
     return 0.0 if value is None else float(value.item())
 
@@ -107,7 +107,7 @@ class _LostCasts:
                     self._lost[key] = self._lost.get(key, 0) + count
 
     def lines(self) -> list[str]:
-        """Return a text for each module and line that lost numbers."""
+        """Return a string for each module and line that lost numbers."""
         return [
             f"a cast to {dtype} lost {count} values by {kind}, in {module}, {place}"
             for (kind, dtype, module, place), count in self._lost.items()

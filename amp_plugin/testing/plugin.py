@@ -1,4 +1,4 @@
-"""The pytest plugin, with the option ``--amp-record`` and the fixture ``no_lost_numbers``.
+"""The pytest plugin, which adds the option ``--amp-record`` and the fixture ``no_lost_numbers``.
 
 pytest loads this module in every run, so the module imports only pytest until the fixture is used.
 """
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Pass the option to ``assert_same_numerics``, which has no access to pytest's options."""
+    """Pass the option on to ``assert_same_numerics``, which has no access to pytest's options."""
     import os  # noqa: PLC0415 - only if the option is given
 
     if config.getoption("--amp-record"):

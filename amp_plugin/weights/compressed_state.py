@@ -28,14 +28,14 @@ _ATTRIBUTE: Final = "_amp_plugin_state"
 _KEY: Final = "8bit"
 _SIGNED: Final = ("exp_avg", "momentum_buffer", "grad_avg")
 _SQUARES: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "sum", "variance")
-# Maps names of states to the argument ``state`` of kernels.state_codes.draws.
+# Maps names of states to the ``state`` argument of kernels.state_codes.draws.
 _NUMBERS: Final = {name: 2 if name.startswith("max") else 1 for name in _SQUARES}
 MOMENTS: Final = (*_SIGNED, *_SQUARES)
 """The names of the optimizer states that are compressed. Other states may be weights, and stay unchanged."""
 
 
 class CompressedState(DecodedTensor):
-    """An optimizer state that every op sees as float32, but that is stored in fewer bits.
+    """An optimizer state that every op sees as float32, although it is stored in fewer bits.
 
     Values that are written to the state are rounded to nearest. Values that are written to a view of the
     state are lost.
@@ -65,9 +65,9 @@ class CompressedState(DecodedTensor):
             value: The state.
             form: ``"bf16"`` or ``"8bit"``.
             name: The name of the state in the optimizer, such as ``"exp_avg"``.
-            step: The step count, from which the random numbers for stochastic rounding of second moments
-                follow. If ``step`` is None, second moments are rounded to nearest.
-            loaded: True if ``value`` may have been decoded from 8-bit codes, so that encoding yields the same
+            step: The step count, which determines the random numbers for stochastic rounding of second
+                moments. If ``step`` is None, second moments are rounded to nearest.
+            loaded: True if ``value`` may have been decoded from 8-bit codes. Encoding then yields the same
                 codes again.
         """
         dense = torch.empty_like(value).copy_(value)
@@ -97,7 +97,7 @@ class CompressedState(DecodedTensor):
         return value
 
     def as_kept(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Copy the compressed state without decoding it, also to another device."""
+        """Copy the compressed state to the same or another device without decoding it."""
         is_copy = func in _COPIES and kwargs.get("memory_format") in {None, torch.preserve_format}
         if not is_copy or kwargs.get("dtype") not in {None, torch.float32}:
             return NotImplemented
@@ -134,7 +134,7 @@ def asked_for(param: Tensor) -> str | None:
 
 
 def bytes_of(values: Any) -> int:
-    """Return the number of bytes that this rank holds of all tensors in nested lists and dicts."""
+    """Return the number of bytes that this rank uses for all tensors in nested lists and dicts."""
     parts = [local_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return sum(_bytes_of(held) for part in parts for held in _held_by(part))
 

@@ -1,9 +1,10 @@
 """Makes DDP reduce the gradients of stored weights in float32, and rejects FSDP1 and DeepSpeed.
 
-By default, DDP expects gradients in the dtype of the parameters, and reduces in that dtype. The gradients of
-stored weights are float32. Therefore a communication hook reduces ``.grad`` itself, the sum over all
-micro-batches of the step, in float32. DDP then writes the result to ``.grad``. DDP still chooses the buckets,
-their order and their overlap with backward. The memory of DDP's buckets, 2 bytes per element, is not used.
+By default, DDP expects gradients in the dtype of the parameters, and reduces them in that dtype. The
+gradients of stored weights are float32. Therefore a communication hook reduces ``.grad`` itself in float32.
+At that time ``.grad`` is the sum over all micro-batches of the step. DDP then writes the result to ``.grad``.
+DDP still chooses the buckets, their order and their overlap with backward. DDP still allocates its buckets (2
+bytes per element), which stay unused.
 """
 
 # This file must not use "from __future__ import annotations".
@@ -26,9 +27,9 @@ _DONE = "_amp_plugin_reduces_in_fp32"
 def reduce_in_fp32(model: nn.Module) -> None:
     """Make each DistributedDataParallel in a model reduce the gradients of stored weights in float32.
 
-    The exact float32 weights of rank 0 are also copied to all ranks, as DDP does with ordinary parameters.
-    Every rank must call this function, because it runs collectives. If there is no DDP or no stored weight,
-    or at a second call, nothing changes.
+    Also copy the exact float32 weights of rank 0 to all ranks, as DDP does with ordinary parameters. Every
+    rank must call this function, because it runs collectives. Nothing changes if there is no DDP, if there is
+    no stored weight, or if the function was called before.
 
     Args:
         model: The model with its DDP wrapper.
@@ -114,14 +115,14 @@ def _all_reduce_in_fp32(
 
 
 def _join_hook(ddp: DistributedDataParallel, **kwargs: Any) -> Any:
-    """Return DDP's join hook, changed to make the last rank broadcast its exact float32 weights."""
+    """Return DDP's join hook, modified so that the last rank broadcasts its exact float32 weights."""
     hook: Any = DistributedDataParallel.join_hook(ddp, **kwargs)  # type: ignore[no-untyped-call]
     hook.post_hook = fp32_shown(list(ddp.parameters()))(hook.post_hook)
     return hook
 
 
 def refuse_sharded(weights: str, setting: str | None) -> None:
-    """Raise TypeError if weights are to be stored, but FSDP1 or DeepSpeed shards the model.
+    """Raise TypeError if weights are to be stored although FSDP1 or DeepSpeed shards the model.
 
     ``setting`` is the setting by which FSDP1 or DeepSpeed casts weights. It is None if neither is used.
     """
@@ -141,7 +142,7 @@ _CASTS_BY = {
 
 
 def sharded_by(model: nn.Module) -> str | None:
-    """Return the setting by which FSDP1 or DeepSpeed casts a model's weights, or None without either."""
+    """Return the setting by which FSDP1 or DeepSpeed casts a model's weights, or None if neither is used."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     return next((setting for kind, setting in _CASTS_BY.items() if kind in kinds), None)
 

@@ -15,7 +15,7 @@ class DecodedTensor(Tensor):
     """A tensor that ops read and write as float32, while its memory holds a compressed format.
 
     - An op that reads the tensor gets a float32 copy.
-    - An op that writes the tensor writes the float32 copy, and ``rewrite_()`` stores the result.
+    - An op that writes to the tensor writes to a float32 copy, which ``rewrite_()`` then stores.
     - An op that only copies, moves or views the tensor runs on the stored format, through ``as_kept()``.
     """
 
@@ -53,7 +53,7 @@ class DecodedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an op on float32 copies. Afterwards, store the copies to which the op has written."""
+        """Run an op on float32 copies. Afterwards, store the copies that the op has written to."""
         kwargs = kwargs or {}
         if args and isinstance(args[0], DecodedTensor):
             result = args[0].as_kept(func, args, kwargs)

@@ -19,11 +19,11 @@ from amp_plugin.precision import DTYPES
 from amp_plugin.weights.formats import FORMATS, HALVES
 
 _ENTRY_OF_0_2: Final = "amp_plugin_weights"
-# The keys of state dicts in files of Lightning and of plain training loops.
+# The keys under which Lightning and plain training loops save state dicts.
 _KEYS: Final = ("state_dict", "model", "model_state_dict")
 _SHARD: Final = re.compile(r"(?P<model>.+)-(?P<number>\d+)-of-(?P<count>\d+)")
 _ADDED_BY_COMPILE: Final = re.compile(r"(^|\.)_orig_mod\.")
-# Error messages list at most this number of weights.
+# Error messages list at most this many weights.
 _NAMED_AT_MOST: Final = 3
 
 
@@ -34,7 +34,7 @@ class Exported:
     tensors: int
     elements: int  # the number of elements in these tensors
     size: int  # the bytes of all files
-    # The number of weights whose remainders were in the optimizer's state, where release 0.2 saved them.
+    # The number of weights whose remainders were in the optimizer's state (a checkpoint of release 0.2).
     restored: int
     left_out: tuple[str, ...]  # names of entries that are not tensors
 
@@ -51,9 +51,9 @@ def export(
 ) -> Exported:
     """Write the weights of a checkpoint to a safetensors file.
 
-    - Read a Lightning file, a folder of Accelerate or transformers, or a file of ``torch.save``.
+    - Read a Lightning checkpoint, a folder that Accelerate or transformers saved, or a ``torch.save`` file.
     - Join 16-bit weights with remainders that release 0.2 saved in the optimizer's state.
-    - Remove the prefix from names, and the parts of names that torch.compile adds.
+    - Strip the prefix from all names, and also the parts that torch.compile adds.
     - Check that all shards exist, that no two weights get the same name, and that no finite number becomes
       infinite.
     - Write floating-point tensors in ``dtype``. Other tensors, and float64 with ``"fp32"``, are written
@@ -66,9 +66,9 @@ def export(
         target: The file to write. If ``max_shard_size`` is given, ``target`` is a new folder for the shards
             and their index.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        prefix: Only weights whose names begin with this text are written. It is removed from their names.
-        key: The key of the state dict in a file of ``torch.save``.
-        trust: True unpickles arbitrary objects, so that Python code in the file can run.
+        prefix: Only weights whose names begin with this string are written. It is removed from their names.
+        key: The key of the state dict in a ``torch.save`` file.
+        trust: If True, arbitrary objects are unpickled, so Python code in the file can run.
         max_shard_size: The largest size of a shard, such as ``"5GB"``. If ``max_shard_size`` is empty, a
             single file is written.
 

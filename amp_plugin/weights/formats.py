@@ -1,4 +1,4 @@
-"""The formats that store a float32 weight as a 16-bit weight, used by the model, and a remainder."""
+"""The formats that store a float32 weight as a remainder and the 16-bit weight that the model uses."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _Tensors = Sequence[Tensor]
 class SplitBf16:
     """A bfloat16 weight and an int16 remainder, which together hold all bits of a float32 weight.
 
-    SplitBf16 is also the base class of the other formats. Any weight and any remainder join to a float32
-    number that rounds to the weight. Therefore other code may write the 16-bit weight without knowing about
-    the remainder.
+    SplitBf16 is also the base class of the other formats. Joining any 16-bit weight with any remainder gives
+    a float32 number that rounds to this weight. Therefore other code may write the 16-bit weight without
+    knowing about the remainder.
     """
 
     dtype = torch.bfloat16  # the dtype of the 16-bit weights
@@ -64,7 +64,7 @@ class Fp16WithMaster(SplitBf16):
         torch._foreach_copy_(list(weights), list(masters))
         for master, own in zip(masters, kept, strict=True):
             if (master.data_ptr(), master.stride()) != (own.data_ptr(), own.stride()):
-                # A clone is copied, because both tensors may be the same memory with other strides.
+                # A clone is copied, because both tensors may share memory but have different strides.
                 own.copy_(master.clone())
 
 

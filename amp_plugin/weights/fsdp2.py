@@ -38,8 +38,8 @@ def policy_of_weight(unit: Any, weight: Any) -> Any:
 def gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
     """Return a dict from each sharded parameter to the dtype in which FSDP2 gathers it.
 
-    FSDP2 units whose weights are currently gathered are resharded first, so that their parameters are the
-    shards.
+    FSDP2 units whose weights are currently gathered are resharded first, so that their parameters are shards
+    again.
     """
     return {
         weight.sharded_param: policy_of_weight(unit, weight).param_dtype or weight.sharded_param.dtype
@@ -49,7 +49,7 @@ def gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
 
 
 def notice_new_shards(model: nn.Module) -> None:
-    """Make FSDP2 read the local shards of its weights again, after some shards were replaced."""
+    """Make FSDP2 reread the local shards of its weights after some of them were replaced."""
     for unit in _units(model):
         for weight in weights_of_unit(unit):
             weight.reset_sharded_param()
@@ -72,13 +72,13 @@ def carry_into_shards() -> None:
 
 
 def _carrying(shard: Callable[..., None]) -> Callable[..., None]:
-    """Return torch's method that shards one parameter, with support for stored parameters added."""
+    """Wrap torch's method that shards one parameter, so that it also supports stored parameters."""
 
     @wraps(shard)
     def shard_stored(record: Any, param: Any, *args: Any, **kwargs: Any) -> None:
         weight, form = stored_weight(param), asked_for(param)
         if weight is not None and record.mp_policy.param_dtype is not FORMATS[weight.name].dtype:
-            # FSDP2 gathers the weight in another dtype than the one in which it is stored.
+            # FSDP2 gathers the weight in a different dtype from the one in which it is stored.
             widen_(param)
             weight = None
         given = param

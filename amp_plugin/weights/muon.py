@@ -1,12 +1,12 @@
-"""Takes a step of torch's Muon with torch's matrix products, and one amp_plugin op before and after them.
+"""Takes a step of torch's Muon with torch's matrix products, and with an amp_plugin op before and after.
 
 - The op rule ``muon_momentum`` unscales the gradient, updates momentum_buffer, and writes the input of the
   products.
 - The products are torch's Newton-Schulz iteration in bfloat16.
 - The op rule ``muon_update`` decays the parameter, and subtracts the result of the products.
 
-Each gradient is read once. The matrices are stepped one after another, so the temporary memory is that of a
-single matrix.
+Each gradient is read once. The matrices are stepped one after another, so the temporary memory holds a single
+matrix.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Takes a whole optimizer step with one op, instead of calling ``optimizer.step``.
+"""Takes a whole optimizer step with a single op, instead of calling ``optimizer.step``.
 
 The op reads each gradient once, divides it by the loss scale, clips it and writes it back. The op also
 updates the parameters and stores them. After an overflow the op only writes gradients. The step uses torch's
-own parameter groups, states, step counters and hooks, so a run may switch between this op and
+own parameter groups, states, step counters and hooks, so a program can switch between this op and
 ``optimizer.step`` at any time.
 """
 
@@ -109,7 +109,7 @@ def collect(optimizer: Optimizer) -> OnePassStep:
 
 @dataclass
 class OnePassStep:
-    """A prepared optimizer step, to be taken before the optimizer or its gradients change."""
+    """A prepared optimizer step. It must be taken before the optimizer or its gradients change."""
 
     _optimizer: Optimizer
     _parts: list[_Part]
@@ -139,7 +139,7 @@ class OnePassStep:
 
 @contextmanager
 def own_step(optimizer: Optimizer) -> Iterator[None]:
-    """Inside the block, let an optimizer with compressed states take its own steps, not steps in one pass."""
+    """Let an optimizer with compressed states call its own ``step`` in a block, not the op for one pass."""
     key = id(optimizer)
     _own.add(key)
     try:
@@ -157,7 +157,7 @@ _own: set[int] = set()
 
 
 def take_bare_step(optimizer: Optimizer) -> list[Tensor]:
-    """Take a step without a loss scale in one pass, when the user calls ``optimizer.step()``.
+    """Take a step in one pass when the user calls ``optimizer.step()`` without a loss scale.
 
     ``take_bare_step`` runs before the optimizer's own step. The optimizer's own step would need the
     decompressed states of all parameters at the same time.
@@ -181,24 +181,24 @@ take_steps_by(take_bare_step)
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """Describes how the parameter groups of an optimizer class become calls of the op ``step_``.
+    """Describes how the parameter groups of an optimizer class are turned into calls of the op ``step_``.
 
     Attributes:
-        rule: A function that returns two things for a parameter group: the name of the rule, which is a key
-            of ``kernels.reference.RULES``, and the names of the rule's states in the optimizer's state.
+        rule: A function that returns, for a parameter group, the name of the rule (a key of
+            ``kernels.reference.RULES``) and the names of the rule's states in the optimizer's state.
         numbers: The options of a parameter group that are passed to the rule as numbers, in order.
             ``"betas.0"`` is the first item of ``betas``.
         counters: The names of step counters in the optimizer's state that the rule updates.
-        fixed: Maps options that the rule does not support to the only value that they may have. A name with a
-            leading dot is an attribute of the optimizer. ``fixed`` is None for classes of torch, whose
+        fixed: Maps each option that the rule does not support to the only value that it may have. A name with
+            a leading dot is an attribute of the optimizer. ``fixed`` is None for classes of torch, whose
             options are all known.
         ignored: Options that do not change the result of a step.
-        schedule: A function that returns the options of a parameter group that a step changes, and numbers
-            that depend on these options. Steps with a schedule are taken in one pass only on the CPU, because
-            the host must know at once whether a step was skipped. The function raises ValueError if no step
-            can be taken.
-        call: A function that takes the tensors and the parameter group. The function that it returns takes
-            the step by one op, or by several ops with torch's own computations between them.
+        schedule: A function that returns the new values of the options that a step changes, together with
+            other numbers that the rule needs. Steps with a schedule are taken in one pass only on the CPU,
+            because the host must know at once whether a step was skipped. The function raises ValueError if
+            the step cannot be taken in one pass.
+        call: A function that takes the tensors and the parameter group. It returns a function that takes the
+            step with one op, or with several ops and torch's own computations between them.
         why_not: A function that returns the reason why this torch release does not support the class, or
             ``""`` if it does.
     """
@@ -232,7 +232,7 @@ class _Row:
         return ""
 
 
-# As a value in ``fixed``, _OWN stands for the function of that name in the optimizer's module.
+# In ``fixed``, _OWN allows only the function that has the same name in the optimizer's module.
 _OWN: Final = object()
 _COUNTS: Final = ("step",)
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -387,9 +387,9 @@ def _is_on_device(number: Any) -> bool:
 
 
 def _lr_on_device(group: _Group) -> Tensor | None:
-    """Return the learning rate if it is a tensor on a GPU, or None if the CPU knows it.
+    """Return the learning rate if it is a tensor on a GPU, or None if it is on the CPU.
 
-    The op reads a learning rate on the GPU there, without a host sync.
+    The op reads a learning rate that is on the GPU without a host sync.
     """
     lr = group["lr"]
     return lr if _is_on_device(lr) else None
@@ -398,8 +398,9 @@ def _lr_on_device(group: _Group) -> Tensor | None:
 def _begin(optimizer: Optimizer, row: _Row) -> None:
     """Create compressed zero moments for parameters without state, as the optimizer's first step would.
 
-    States that are not moments may begin with other values, such as a copy of the weight. If a rule has a
-    state of that kind, no state is created here, and the optimizer's own first step creates all of them.
+    States that are not moments may begin with other values, such as a copy of the weight. If a rule has
+    states other than moments, this function creates none, and the optimizer's own first step creates all of
+    them.
     """
     for group in optimizer.param_groups:
         names = row.rule(group)[1]
@@ -433,7 +434,7 @@ def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tenso
     pairs = {param: remainder for param, remainder in zip(stored, kept, strict=True) if remainder is not None}
     in_16_bits = {*pairs, *filter(is_kept_alone, stored)}
     yield [param for param in params if param not in in_16_bits] if in_16_bits else list(params), []
-    # A bfloat16 weight has an int16 remainder. A float16 weight has a float32 copy as remainder.
+    # The remainder of a bfloat16 weight is int16. For a float16 weight, a full float32 copy is stored.
     for dtype in {remainder.dtype for remainder in pairs.values()}:
         yield [p for p in pairs if pairs[p].dtype is dtype], [r for r in pairs.values() if r.dtype is dtype]
     if alone:
@@ -451,14 +452,14 @@ def _and_rounded(
         count_steps(optimizer, params)  # before the step increases the count
         call(numbers, lr, divisor, found_inf)
         if found_inf is None or not found_inf.is_cpu or found_inf.item() == 0:
-            # After a step that the CPU knows was skipped, weights are not rounded again.
+            # If the CPU knows that the step was skipped, weights are not rounded again.
             store_masters_(params, masters)
 
     return run
 
 
 def _is_step_replaced(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer.step`` was replaced by another function than the one its class defines.
+    """Return whether ``optimizer.step`` was replaced by a function other than the one its class defines.
 
     Wrappers by torch (for hooks and ``no_grad``) and by learning rate schedulers (to count steps) are
     allowed.
@@ -479,5 +480,5 @@ def _is_step_replaced(optimizer: Optimizer) -> bool:
     return f"{module}.{getattr(layer, '__qualname__', '')}" not in names or on_instance is not on_class
 
 
-# The module of torch that defines the wrapper of torch.no_grad.
+# The torch module that defines the wrapper function of torch.no_grad.
 _CONTEXTS: Final = "torch.utils._contextlib"

@@ -1,7 +1,8 @@
 """Makes stored parameters float32 while an optimizer steps or loads a state dict.
 
 - In ``step()`` and ``load_state_dict()``, parameters and states are float32.
-- In a closure within ``step()``, parameters are in 16 bits again, with the values of the step so far.
+- Inside a closure that ``step()`` calls, parameters are in 16 bits again, with the values that the step has
+  written so far.
 - After a step that raises an error, parameters stay float32 until the next step, with the values written so
   far.
 
@@ -86,7 +87,7 @@ def _hooks_of(optimizer: Optimizer) -> OptimizerHooks:
 
 @cache
 def add_late_optimizers() -> None:
-    """Add optimizers that are created later, as soon as they first step a stored parameter.
+    """Make optimizers that are created later add themselves when they first step a stored parameter.
 
     A second call of this function has no effect.
     """
@@ -110,14 +111,14 @@ class OptimizerHooks:
         # Parameters that were already stepped in one pass, with their gradients.
         # The gradients are hidden from the optimizer's own step.
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
-        # The number of base-class steps that the current step has called by super().step().
+        # The number of base-class steps that the current step has called through super().step().
         self._inner = 0
         self._is_widened = False  # True while the states are float32
         # True if the states are compressed between steps, until restore_weights is called.
         self._asked = False
         # The names of optimizer states about which the user was warned.
         self._told: set[str] = set()
-        # The largest number of trainable 16-bit parameters without a remainder that was seen.
+        # The largest number of trainable 16-bit parameters without a remainder seen so far.
         self._halves = 0
 
     def attach_to_steps(self, optimizer: Optimizer) -> None:
@@ -162,7 +163,7 @@ class OptimizerHooks:
     def warn_of_halves(self, optimizer: Optimizer) -> None:
         """Warn if the optimizer steps 16-bit parameters without a remainder, which lose small updates.
 
-        The warning is repeated only if the number of these parameters has grown.
+        The warning is repeated only if the number of 16-bit parameters without a remainder has grown.
         """
         halves = [p for p in _params(optimizer) if p.requires_grad and is_unstored_half(p)]
         if len(halves) > self._halves:
@@ -234,7 +235,7 @@ class OptimizerHooks:
         state_dict["state"] = compressed_state.packed(state_dict["state"])
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Make the parameters float32 for the load, because torch casts states to the parameters' dtype."""
+        """Make the parameters float32 for loading, because torch casts states to the parameters' dtype."""
         self.close(optimizer)
         # torch passes hooks a copy of the state dict, so it may be changed here.
         state = state_dict["state"] = compressed_state.unpacked(state_dict["state"])
@@ -263,7 +264,7 @@ class OptimizerHooks:
 
 
 def _load_shown(load: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Run an overridden ``load_state_dict`` between the hooks, which it may not call itself."""
+    """Run the load hooks around an overridden ``load_state_dict``, because it might not call them itself."""
     optimizer: Any = load.__self__  # type: ignore[attr-defined]
     hooks, state_dict = OptimizerHooks(), dict(state_dict)
     hooks.before_load(optimizer, state_dict)
@@ -274,7 +275,7 @@ def _load_shown(load: Callable[..., Any], state_dict: dict[str, Any], *args: Any
 
 
 def count_steps(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
-    """Take the step counts for stochastic rounding from the optimizer's state, which checkpoints contain."""
+    """Take the step counts for stochastic rounding from the optimizer's state, which checkpoints save."""
     for param in params:
         weight = stored_weight(param)
         if weight is not None and not weight.format.kept_bytes:
@@ -290,7 +291,7 @@ def _is_within_its_step(optimizer: Optimizer) -> bool:
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
-    """Return whether torch can run hooks of an optimizer, which needs a call of ``Optimizer.__init__``."""
+    """Return whether torch can run hooks of an optimizer, which requires that ``Optimizer.__init__`` ran."""
     return all(hasattr(optimizer, f"_optimizer_{name}_pre_hooks") for name in ("step", "load_state_dict"))
 
 

@@ -1,4 +1,4 @@
-"""Shards of stored parameters, of which FSDP2 gathers the 16-bit weight and optimizers see float32.
+"""Shards of stored parameters. FSDP2 gathers their 16-bit weights, and optimizers see them as float32.
 
 - The local tensor of the parameter is a StoredShard, which has the 16-bit weight and its remainder.
 - An all-gather sends the 16-bit weight, through torch's hooks ``fsdp_pre_all_gather`` and
@@ -43,7 +43,7 @@ class StoredShard(DecodedTensor):
     """
 
     weight_16: Tensor  # the 16-bit weight that the model uses
-    kept: Tensor  # the remainder, of the same shape (empty for stochastic rounding)
+    kept: Tensor  # the remainder in the same shape (empty for stochastic rounding)
     form: str  # a key of FORMATS
     seed: int  # the seed of stochastic rounding
 
@@ -98,7 +98,7 @@ class StoredShard(DecodedTensor):
         return self._of_parts(*made)
 
     def parts(self) -> list[Tensor]:
-        """Return the shard's tensors: the 16-bit weight, and the remainder if there is one."""
+        """Return the shard's 16-bit weight, followed by the remainder if there is one."""
         return [self.weight_16, self.kept] if self.format.kept_bytes else [self.weight_16]
 
     def _copy_from(self, other: StoredShard) -> None:
@@ -113,18 +113,17 @@ class StoredShard(DecodedTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """Return what this rank sends: the 16-bit weight, or another dtype if the policy says so.
+        """Return the tensor that this rank sends. If the policy allows it, this is the 16-bit weight itself.
 
         Args:
             mesh: The device mesh of the ranks that hold shards of the weight.
             outer_size: The size of the whole weight.
             outer_stride: The stride of the whole weight. Not used.
             module: The module that holds the weight. Not used.
-            mp_policy: The policy, whose ``param_dtype`` is the dtype in which the weight is gathered.
+            mp_policy: The mixed-precision policy, whose ``param_dtype`` is the dtype of the gathered weight.
 
         Returns:
-            A tuple of one tensor, which is padded to the size of the first rank's shard, and None as
-            metadata.
+            A tuple of one tensor, padded to the size of the first rank's shard, and None for the metadata.
         """
         del outer_stride, module
         dtype = mp_policy.param_dtype or torch.float32
@@ -143,17 +142,17 @@ class StoredShard(DecodedTensor):
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: None, param_dtype: Any, *, out: Any = None
     ) -> tuple[Tensor, tuple[()]] | None:
-        """Return the gathered weight, which uses the memory that the all-gather has filled.
+        """Return the gathered weight, which shares the memory of the all-gather's output.
 
         Args:
             all_gather_outputs: A single tensor with the shards of all ranks, one after another.
             metadata: Always None.
             param_dtype: The dtype of the weight. Not used.
-            out: None at the first all-gather, and later the weight that the first call returned, which has
-                the same memory.
+            out: None at the first all-gather. At later all-gathers ``out`` is the weight that the first call
+                returned.
 
         Returns:
-            A tuple of the weight and an empty tuple, or None if ``out`` is given.
+            The weight and an empty tuple, or None if ``out`` is given.
         """
         del metadata, param_dtype
         return None if out is not None else (all_gather_outputs[0], ())

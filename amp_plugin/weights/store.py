@@ -77,16 +77,14 @@ def store_weights(
     """Store a model's weights in 16 bits and let any optimizer train them exactly.
 
     The model computes with the 16-bit weights. While an optimizer steps or loads a state dict, its
-    parameters, gradients and state are float32, so that small updates are not lost::
-
-        step:  parameters = join(16-bit weights, remainders)
-               the optimizer's own step
-               16-bit weights, remainders = split(parameters)
+    parameters, gradients and state are float32, so that small updates are not lost. Before a step, each
+    16-bit weight and its remainder are joined to a float32 parameter. After the step, the parameter is split
+    again.
 
     The parameters stay the same objects. State dicts, copies and pickles are the same as for a float32 model.
     Call ``store_weights`` before the first step and before DistributedDataParallel. If an optimizer is
-    created later, pass it to ``add`` of the returned store before the optimizer loads a state dict. An
-    optimizer that loads no state dict is added automatically at its first step.
+    created later, pass it to the ``add`` method of the returned store before the optimizer loads a state
+    dict. An optimizer that loads no state dict is added automatically at its first step.
 
     Args:
         model: A model in float32, bfloat16 or float16, on any device. If FSDP2 shards the model, the model
@@ -94,14 +92,14 @@ def store_weights(
             norms and embeddings.
         *optimizers: Optimizers of the model's parameters, of any class.
         weights: Which weights are stored, and how.
-            ``"bf16"``: each weight that autocast would cast (Linear, convolutions, attention projections)
-            becomes a bfloat16 weight and a 16-bit remainder, which together hold all bits of float32. Norms,
-            embeddings and other weights stay float32. ``"fp16"``: the same weights as with ``"bf16"``, but as
-            float16 weights with a float32 copy. ``"bf16-true"``, ``"fp16-true"``: all weights are stored, for
-            a model that computes in 16 bits without autocast. ``"bf16-stochastic"``: the same weights as with
-            ``"bf16"``, but without remainders. Each step stores its result with stochastic rounding.
-            ``"fp32"``: no weight is stored in 16 bits. Weights that are in 16 bits become float32. Frozen
-            weights become float32 once they become trainable.
+            ``"bf16"`` turns each weight that autocast would cast (Linear, convolutions, attention
+            projections) into a bfloat16 weight and a 16-bit remainder, which together hold all bits of
+            float32. Norms, embeddings and other weights stay float32. ``"fp16"`` stores the same weights in
+            float16, each with a float32 copy. ``"bf16-true"`` and ``"fp16-true"`` store all weights, for a
+            model that computes in 16 bits without autocast. ``"bf16-stochastic"`` stores the same weights as
+            ``"bf16"``, but without remainders. Each step then rounds its results stochastically. ``"fp32"``
+            stores no weight in 16 bits. Weights that are already in 16 bits become float32, and frozen ones
+            become float32 once they become trainable.
         state: The format of the optimizers' moments between steps: ``"fp32"``, ``"bf16"``, or ``"8bit"``
             (8-bit codes with one scale for each 128 elements). If amp_plugin has a rule for the optimizer's
             class, one op steps with the compressed moments. For other optimizers the moments are float32
@@ -115,9 +113,9 @@ def store_weights(
         ``len(store)`` is the number of stored weights.
 
     Raises:
-        ValueError: ``weights`` or ``state`` is unknown, a pattern matches no module, a weight is on the
-            meta device, an optimizer has state in 16 bits, or FSDP2 does not gather the weights of a sharded
-            model in 16 bits.
+        ValueError: ``weights`` or ``state`` has an unknown value, a pattern matches no module, a weight is on
+            the meta device, an optimizer has state in 16 bits, or FSDP2 does not gather the weights of a
+            sharded model in 16 bits.
         TypeError: FSDP1 or DeepSpeed shards the model, an optimizer steps in backward, or an optimizer did
             not call ``Optimizer.__init__``.
         RuntimeError: A stored weight was converted to another dtype.
@@ -160,7 +158,7 @@ def restore_weights(model: nn.Module) -> None:
     """Make the stored weights of a model ordinary float32 weights, in place and exactly.
 
     A model without stored weights does not change. The model's optimizers can continue. A
-    DistributedDataParallel wrapper around the model cannot be used any longer.
+    DistributedDataParallel wrapper around the model can no longer be used.
 
     Args:
         model: The model.
@@ -185,11 +183,11 @@ def restore_weights(model: nn.Module) -> None:
 
 
 def in_fp32(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context manager that makes a model's stored weights float32, to average, export or edit them.
+    """Return a context in which a model's stored weights are float32, to average, export or edit them.
 
-    Inside the context the model's parameters are float32. At the end of the context the parameters are stored
-    in 16 bits again, with the values that were written to them. Contexts may be nested, and optimizers may
-    step inside. Do not train with DistributedDataParallel inside the context.
+    Inside the context the model's parameters are float32. When the context ends, the parameters are stored in
+    16 bits again, with the values that were written to them. Contexts may be nested, and optimizers may step
+    inside. Do not train with DistributedDataParallel inside the context.
 
     Args:
         model: The model, or a wrapper around it.
@@ -255,7 +253,7 @@ def _computed_in_16_bits(model: nn.Module, name: str, patterns: tuple[str, ...])
     for module in model.modules():
         own = module._parameters
         names = own if stores_all(name) else _cast_names(module)
-        # Batch norm has float32 statistics, and torch requires the same dtype for its weights.
+        # Batch norm has float32 statistics, and torch requires its weights to have the same dtype.
         if isinstance(module, _NormBase):
             names = ()
         for key, param in own.items():
@@ -347,7 +345,7 @@ class WeightBytes:
     """The bytes that this process holds between two optimizer steps.
 
     Attributes:
-        parameters: The number of elements of all parameters. Tied parameters are counted once. Of sharded
+        parameters: The number of elements of all parameters. Tied parameters are counted once. For sharded
             parameters, only this rank's elements are counted.
         weights, gradients, optimizer_state: The bytes of the tensors of each kind.
         masters: The bytes of the remainders and float32 copies of stored weights.

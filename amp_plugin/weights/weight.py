@@ -3,10 +3,12 @@
 A parameter can be in these states:
 
 - *Stored*. The parameter is a 16-bit tensor, and ``record.kept`` is its remainder.
-- *Shown*. The parameter is a float32 tensor. The Python object stays the same, only its data is exchanged.
-- *Nested*. Several requests for float32 are open. The parameter is stored again when the last request ends.
-- *Sharded*. The parameter is a float32 DTensor. Its local shard is a StoredShard when the parameter is
-  stored, and an ordinary tensor when it is shown.
+- *Shown*. The parameter is a float32 tensor. The Python object stays the same, and only its data is
+  exchanged.
+- *Nested*. Several requests for float32 are open. The parameter is stored in 16 bits again when the last
+  request ends.
+- *Sharded*. The parameter is a float32 DTensor. Its local shard is a StoredShard while the parameter is
+  stored, and an ordinary float32 tensor while it is shown.
 
 Optimizers hold the parameter in their groups and states, and see it as float32 whenever they use it. Autograd
 and DDP see the 16-bit tensor. The record (StoredWeight) is an attribute of the parameter. Copies and pickles
@@ -32,7 +34,7 @@ from amp_plugin.weights.formats import FORMATS, HALVES, SplitBf16
 from amp_plugin.weights.shard import StoredShard, local_of, set_local_, with_local
 
 _ATTRIBUTE: Final = "_amp_plugin_stored"
-# The descriptors of the attributes of torch.Tensor.
+# The original descriptors of torch.Tensor, which subclasses override.
 _GRAD: Final[Any] = Tensor.grad
 _DATA: Final[Any] = Tensor.data
 _REQUIRES_GRAD: Final[Any] = Tensor.requires_grad
@@ -59,7 +61,7 @@ class StoredWeight:
     exported: tuple[str, Callable[[], Any]] = "", bool
 
     def show(self, param: Tensor, master: Tensor) -> None:
-        """Replace the 16-bit data of the parameter by its float32 value."""
+        """Replace the 16-bit data of the parameter with its float32 value."""
         if is_sharded(param):
             self.hidden = local_of(param)
             set_local_(param, master)
@@ -68,7 +70,7 @@ class StoredWeight:
             _exchange(param, self.hidden, nn.Parameter)
 
     def half_like(self, master: Tensor) -> Tensor:
-        """Return the hidden 16-bit tensor, with the device and shape that the float32 tensor has now."""
+        """Return the hidden 16-bit tensor, with the current device and shape of the float32 tensor."""
         hidden = cast("Tensor", self.hidden)
         if hidden.device != master.device or hidden.shape != master.shape:
             if isinstance(hidden, StoredShard):
@@ -88,7 +90,7 @@ class StoredWeight:
             _exchange(param, hidden, StoredParameter)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave the record out of pickles, because a pickled parameter is an ordinary float32 parameter."""
+        """Leave the record out of pickles, in which the parameter is an ordinary float32 parameter."""
         return bool, ()
 
 
@@ -98,7 +100,10 @@ def _set_grad(param: Tensor, given: Tensor | None) -> None:
 
 
 def _set_data(param: Tensor, given: Tensor) -> None:
-    """Set the data. Float32 data is stored exactly, unless it equals the current 16-bit weight."""
+    """Set the data. Float32 data is stored exactly, unless it is only a cast of the current 16-bit weight.
+
+    A cast, as by ``model.float()``, is not stored, so that the next use of the parameter raises an error.
+    """
     if given.dtype is torch.float32 and given.shape == param.shape and given.device == param.device:
         present = _DATA.__get__(param).float()
         if not torch.equal(given, present) or torch.equal(present, exact_value(param)):
@@ -108,7 +113,7 @@ def _set_data(param: Tensor, given: Tensor) -> None:
 
 
 class StoredParameter(nn.Parameter):
-    """The class that a stored parameter has while it is in 16 bits."""
+    """The class of a stored parameter while it is in 16 bits."""
 
     grad: Any = property(_GRAD.__get__, _set_grad, _GRAD.__delete__)
     data: Any = property(_DATA.__get__, _set_data)
@@ -130,9 +135,9 @@ class StoredParameter(nn.Parameter):
 
 
 def _set_requires_grad(param: nn.Parameter, wanted: bool) -> None:
-    """Set ``requires_grad``. A frozen parameter that becomes trainable is stored in its chosen format.
+    """Set ``requires_grad``. A frozen parameter that becomes trainable is stored in the format chosen for it.
 
-    A copy of a frozen parameter has no chosen format, so it becomes float32.
+    No format was chosen for a copy of a frozen parameter, so the copy becomes float32.
     """
     if wanted:
         name, seed = vars(param).get("once_trained", ("fp32", 0))
@@ -143,7 +148,7 @@ def _set_requires_grad(param: nn.Parameter, wanted: bool) -> None:
 
 
 class FrozenParameter(nn.Parameter):
-    """The class of a frozen 16-bit parameter that is stored when it becomes trainable."""
+    """The class of a frozen 16-bit parameter that will be stored as soon as it becomes trainable."""
 
     requires_grad: Any = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
 
@@ -167,14 +172,14 @@ def stored_weight(param: Tensor) -> StoredWeight | None:
 
 def stored_params(params: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters that are stored in 16 bits, without duplicates."""
-    # Most parameters are ordinary ones, and are left out here without a function call.
-    # A function call for each parameter would take as long as the optimizer step of a small one.
+    # Ordinary parameters, which are the most frequent, are skipped here without a function call.
+    # A function call would take about as long as the optimizer step of a small parameter.
     likely = [p for p in params if type(p) is not nn.Parameter or _ATTRIBUTE in p.__dict__]
     return list(dict.fromkeys(param for param in likely if stored_weight(param) is not None))
 
 
 def is_sharded(param: Tensor) -> bool:
-    """Return whether a parameter is a DTensor, so that this rank may hold only a shard of it."""
+    """Return whether a parameter is a DTensor, of which this rank may hold only a shard."""
     return local_of(param) is not param
 
 
@@ -185,7 +190,7 @@ def half_of(param: Tensor) -> Tensor:
 
 
 def is_unstored_half(param: Tensor) -> bool:
-    """Return whether a 16-bit parameter was not stored by store_weights, and so has no remainder."""
+    """Return whether a parameter is in 16 bits although store_weights has not stored it."""
     return param.dtype in HALVES and stored_weight(param) is None
 
 
@@ -194,7 +199,7 @@ def is_unstored_half(param: Tensor) -> bool:
 
 @torch.no_grad()
 def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
-    """Store a parameter in place and exactly, in the format ``FORMATS[name]`` or as float32 (``"fp32"``)."""
+    """Store a parameter exactly and in place, in the format ``FORMATS[name]`` or as float32 (``"fp32"``)."""
     known = stored_weight(param)
     if known is not None and known.name == name:
         return
@@ -219,7 +224,7 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
 
 def record_shard_(param: Tensor, shard: StoredShard) -> StoredWeight:
     """Create and return the record of a stored parameter that is sharded."""
-    # Module.to() replaces DTensors by swapping tensors, so no weak reference may exist.
+    # Module.to() swaps DTensors, which raises an error if a weak reference to one of them exists.
     # The new DTensor gets a new record, which is made from its shard.
     weight = StoredWeight(shard.form, shard.format, shard.kept, shard.seed, None)
     setattr(param, _ATTRIBUTE, weight)
@@ -277,7 +282,7 @@ def exact_value(param: Tensor) -> Tensor:
 
 
 def has_room(param: Tensor) -> bool:
-    """Return whether an eighth of the GPU's memory stays free after a float32 copy of a parameter."""
+    """Return whether a float32 copy of a parameter would leave an eighth of the GPU's memory free."""
     if param.device.type != "cuda":
         return True
     free, total = torch.cuda.mem_get_info(param.device)
@@ -290,7 +295,7 @@ def remainder_of(param: Tensor) -> Tensor | None:
     weight = stored_weight(param)
     if weight is None or weight.shows or not weight.format.kept_bytes:
         return None
-    # no_grad() is not used as a decorator, because most calls have returned before this line.
+    # no_grad() is not used as a decorator, because most calls return before this line.
     with torch.no_grad():
         kept = _settled(param).kept
         if kept.dtype is torch.float32:
@@ -442,7 +447,7 @@ def export_fp32(model: nn.Module) -> None:
 
 @cache
 def _export_from_later_modules() -> None:
-    """Call export_fp32 for modules that get a stored parameter later, by weight tying or parametrization."""
+    """Call export_fp32 for modules that get a stored parameter later, such as by weight tying."""
 
     def hook(module: nn.Module, _: str, param: nn.Parameter) -> None:
         if stored_weight(param) is not None:
@@ -472,7 +477,7 @@ def _at_rest(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
-    """Replace 16-bit entries by float32 copies. With ``keep_vars=True`` entries stay unchanged."""
+    """Replace 16-bit entries with float32 copies. With ``keep_vars=True`` entries stay unchanged."""
     for name, param in _at_rest(module):
         key = prefix + name
         if not isinstance(state_dict.get(key, param), nn.Parameter):
@@ -505,7 +510,7 @@ def _before_load(
             continue
         weight, exact = _settled(param), value.detach().float()
         if is_sharded(param) and not metadata.get("assign_to_params_buffers", False):
-            # Values that are copied to a StoredShard are split by its own code.
+            # StoredShard itself splits the values that are copied to it.
             continue
         if metadata.get("assign_to_params_buffers", False):
             made = state_dict[prefix + name] = nn.Parameter(exact, param.requires_grad)

@@ -22,7 +22,7 @@ def rule_names() -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """The CUDA function ``name`` in ``name.cu``, compiled for a norm, for a rule or for neither."""
+    """The CUDA function ``name`` in ``name.cu``, compiled for one norm, for one rule, or for neither."""
 
     name: str
     # A name in NORMS if the file is compiled once for each norm, else "".

@@ -45,7 +45,7 @@ def source_of(kernel: Kernel) -> str:
 
 
 def options_for(kernel: Kernel, architecture: str) -> ProgramOptions:
-    """Return the options for NVRTC, which must fuse a multiply-add only if the source says ``fma``."""
+    """Return the options for NVRTC, which may fuse a multiply-add only where the source says ``fma``."""
     return ProgramOptions(
         name=f"{kernel.name}.cu",
         arch=architecture,
@@ -57,9 +57,9 @@ def options_for(kernel: Kernel, architecture: str) -> ProgramOptions:
 
 
 def cached_cubin(kernel: Kernel, architecture: str) -> bytes:
-    """Return the cubin of a kernel, which is compiled only if the build cache lacks it.
+    """Return the cubin of a kernel, compiling it only if it is not in the build cache.
 
-    If the cache cannot be used, a RuntimeWarning is given and the kernel is compiled for this process only.
+    If the cache cannot be used, a RuntimeWarning is issued and the kernel is compiled for this process only.
     """
     identity = {
         "macros": repr((*tuning_of(kernel).macros(), *kernel.macros())),
@@ -108,7 +108,7 @@ def identity_of(architecture: str, blocks: Sequence[int]) -> int:
 def architecture_for(major: int, minor: int) -> str:
     """Return the newest architecture that NVRTC supports and a GPU of this compute capability can run.
 
-    A GPU can run machine code for the same major capability and the same or a lower minor capability.
+    A GPU can run machine code for its own major compute capability and the same or a lower minor one.
     """
     error, count = nvrtc.nvrtcGetNumSupportedArchs()
     known = [] if int(error) else list(nvrtc.nvrtcGetSupportedArchs()[1])[:count]

@@ -1,7 +1,7 @@
-"""Decides at the first CUDA tensor whether a device uses amp_plugin's CUDA kernels or plain torch.
+"""Decides on first use whether a device runs amp_plugin's CUDA kernels or plain torch.
 
-The C++ kernels for the CUDA dispatch key (csrc/served_ops.h) call this module once per device. An import of
-this module initializes neither CUDA nor NVRTC.
+The C++ kernels for the CUDA dispatch key (csrc/served_ops.h) call this module once per device. Importing this
+module initializes neither CUDA nor NVRTC.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def cuda_core(device: int | None = None) -> CudaCore:
     """Return whether a device can use the CUDA kernels. The first call compiles and loads the kernels.
 
     If something is missing, no error is raised. Instead one warning says that the device uses plain torch.
-    The call initializes CUDA if it is available. The result does not change during the process.
+    The first call initializes CUDA if CUDA is available. The result stays the same for the lifetime of the
+    process.
     """
     if reason := _no_cuda():
         return CudaCore(loaded=False, reason=reason)
