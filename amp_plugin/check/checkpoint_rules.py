@@ -101,7 +101,7 @@ def _saves(module: Module, call: ast.Call) -> bool:
 def _saved(module: Module, event: Event) -> Iterator[tuple[ast.AST, ast.AST, Scope]]:
     """Yield the owner of each state that a call saves, and the expression and scope where it was found.
 
-    Functions other than ``torch.save`` may also get the object itself instead of its state.
+    Functions other than ``torch.save`` may also be passed the object itself instead of its state.
     """
     is_torchs = module.names.dotted(event.call.func) == "torch.save"
     passed = [*event.call.args, *(word.value for word in event.call.keywords)]

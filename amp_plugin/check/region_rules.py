@@ -254,7 +254,7 @@ def _divisors(node: ast.AST) -> Iterator[tuple[float, ast.AST]]:
 
 
 def _narrow_names(function: ast.AST) -> set[str]:
-    """Return the variables that hold a matrix product, or a result of an op that keeps the dtype."""
+    """Return the variables that hold a matrix product, or the result of an op that keeps its dtype."""
     narrow: set[str] = set()
     for node in ast.walk(function):
         targets = node.targets if isinstance(node, ast.Assign) and _is_narrow(node.value, narrow) else []

@@ -238,9 +238,9 @@ def _steps_an_earlier_loss(before: list[Event], step: Event, update: Event) -> b
 
 
 def update_in_accumulation(module: Module) -> Iterator[Hit]:
-    """AMP006: Find steps and updates at different rates, and updates in iterations without a step.
+    """AMP006: Find steps and updates that run at different rates, and updates in iterations without a step.
 
-    Torch's scaler raises an error at an update without a step before it. The scaler of amp_plugin does not.
+    Torch's scaler raises an error if no step precedes an update. The scaler of amp_plugin does not.
     """
     is_torchs = "amp_plugin.GradScaler" not in module.names.imports.values()
     for flow in module.flows:
@@ -309,7 +309,7 @@ def _is_rarer(event: Event, other: Event) -> bool:
 
 
 def unscale_twice(module: Module) -> Iterator[Hit]:
-    """AMP007: Find ``unscale_`` that runs twice before an update, or after each micro-batch."""
+    """AMP007: Find calls of ``unscale_`` that run twice before an update, or after each micro-batch."""
     for flow in module.flows:
         unscales = flow.of("unscale")
         for event in unscales:

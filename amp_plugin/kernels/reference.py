@@ -411,12 +411,12 @@ class Rule:
 
     Attributes:
         numbers: The names of the rule's numbers, in order. The first name is ``lr``.
-        states: The kind of each state, in order: ``"signed"``, ``"square"``, ``"second square"`` or
-            ``"weight"``. Squares are never negative. Squares stored in 16 or 8 bits are rounded
-            stochastically. Weights are always float32.
-        apply: A function of a parameter, its gradient, its states, its counters after this step, and the
-            numbers by name. All tensors are float32 or wider. The function returns the new parameter and the
-            new states.
+        states: The kind of each state (``"signed"``, ``"square"``, ``"second square"`` or ``"weight"``), in
+            order. Squares are never negative. Squares stored in 16 or 8 bits are rounded stochastically.
+            Weights are always float32.
+        apply: A function that takes a parameter, its gradient, its states, its counters after this step, and
+            the numbers by name. All tensors are float32 or wider. The function returns the new parameter and
+            the new states.
         counters: The number of counters per parameter. The first counter counts the steps.
         count: A function that computes the second counter from its old value, the first counter after this
             step, and the numbers.

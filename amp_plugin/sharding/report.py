@@ -189,7 +189,7 @@ class ModuleDtypes:
 
 
 class ModelDtypes:
-    """The dtypes in which a model computes, stores, gathers and reduces. ``rich.print`` shows them.
+    """The dtypes in which a model computes, stores its weights, and sends data. ``rich.print`` shows them.
 
     Attributes:
         units: The FSDP units, with the model itself as the last. A model that is not sharded is a single

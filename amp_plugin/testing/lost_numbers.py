@@ -17,7 +17,7 @@ from amp_plugin.numerics.values import is_low_precision, unwatched
 
 
 class LostNumbers:
-    """A context that records lost steps and numbers. Call ``report()`` after its end."""
+    """A context manager that records lost steps and numbers. Call ``report()`` after its end."""
 
     def __init__(self) -> None:
         self._diagnosis = Diagnosis(keep_going=True)

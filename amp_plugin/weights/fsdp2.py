@@ -87,7 +87,7 @@ def _carrying(shard: Callable[..., None]) -> Callable[..., None]:
             given = nn.Parameter(both, param.requires_grad)
         shard(record, given, *args, **kwargs)
         if given is not param:
-            # Torch marks shared parameters by an attribute, which the new parameter must keep.
+            # Torch marks shared parameters with an attribute, which the new parameter must keep.
             vars(param).update(vars(given))
         ask_for([record.sharded_param], form or "fp32")
 

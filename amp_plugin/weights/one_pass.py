@@ -125,7 +125,7 @@ class OnePassStep:
                 group.update(changes)
 
     def take(self, divisor: Tensor | None, found_inf: Tensor, *, skipped: bool | None) -> None:
-        """Call :meth:`run`, and then the optimizer's post-step hooks, unless the step is skipped."""
+        """Call :meth:`run`. Unless the step is skipped, also call the optimizer's post-step hooks."""
         optimizer = self._optimizer
         with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
             self.run(divisor, found_inf, skipped=skipped)
@@ -139,7 +139,7 @@ class OnePassStep:
 
 @contextmanager
 def own_step(optimizer: Optimizer) -> Iterator[None]:
-    """Let an optimizer with compressed states call its own ``step`` in a block, not the op for one pass."""
+    """Make an optimizer with compressed states run its own ``step`` inside a block, instead of the op."""
     key = id(optimizer)
     _own.add(key)
     try:

@@ -255,7 +255,10 @@ class OptimizerHooks:
         self.compress(optimizer, loaded=True)
 
     def _run_as_kept(self, optimizer: Optimizer, params: list[Tensor], closure: Callable[[], Any]) -> Any:
-        """Run a closure on the 16-bit parameters. In the closure's first call the states are compressed."""
+        """Run a closure on the 16-bit parameters.
+
+        When the step calls the closure for the first time, the states are still compressed.
+        """
         self._hide()
         value = closure()
         self._show(params)

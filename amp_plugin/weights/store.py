@@ -53,7 +53,7 @@ class WeightStore:
         return len(stored_params(self._model.parameters()))
 
     def add(self, *optimizers: Optimizer) -> None:
-        """Add optimizers that were created later, before they load a state dict."""
+        """Add optimizers that were created later. Call this method before they load a state dict."""
         for optimizer in optimizers:
             add_optimizer(optimizer, self._state)
 
@@ -78,8 +78,8 @@ def store_weights(
 
     The model computes with the 16-bit weights. While an optimizer steps or loads a state dict, its
     parameters, gradients and state are float32, so that small updates are not lost. Before a step, each
-    16-bit weight and its remainder are joined to a float32 parameter. After the step, the parameter is split
-    again.
+    16-bit weight and its remainder are joined into a float32 parameter. After the step, the parameter is
+    split again.
 
     The parameters stay the same objects. State dicts, copies and pickles are the same as for a float32 model.
     Call ``store_weights`` before the first step and before DistributedDataParallel. If an optimizer is
@@ -363,7 +363,7 @@ class WeightBytes:
         return self.weights + self.masters + self.gradients + self.optimizer_state
 
     def per_parameter(self) -> dict[str, float]:
-        """Return the bytes per parameter of each kind, and the total, as ``{"weights": 2.0, ...}``."""
+        """Return the bytes per parameter, by kind and in total, as ``{"weights": 2.0, ...}``."""
         kinds = ("weights", "masters", "gradients", "optimizer_state", "total")
         return {kind: getattr(self, kind) / max(1, self.parameters) for kind in kinds}
 

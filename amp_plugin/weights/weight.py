@@ -42,7 +42,7 @@ _REQUIRES_GRAD: Final[Any] = Tensor.requires_grad
 
 @dataclass(eq=False, slots=True)
 class StoredWeight:
-    """Holds the remainder of a stored parameter, and whether the parameter is float32 now."""
+    """Holds the remainder of a stored parameter, and records whether the parameter is float32 now."""
 
     # The name of the storage format, which is a key of FORMATS.
     name: str
@@ -380,7 +380,7 @@ def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
-    """Store the parameters that :func:`show_fp32` returned, unless another request for float32 is open.
+    """Store the parameters that :func:`show_fp32` returned, unless another request for float32 is still open.
 
     ``steps`` is the number of optimizer steps that were taken since :func:`show_fp32`.
     """
@@ -466,7 +466,7 @@ def export_as_is(model: nn.Module) -> None:
 
 
 def _at_rest(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the names and parameters of a module's stored parameters that are in 16 bits now.
+    """Yield the stored parameters of a module that are in 16 bits now, together with their names.
 
     Parameters of child modules are left out.
     """
@@ -500,7 +500,7 @@ def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -
 def _before_load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """Split the values that a module is about to load into 16-bit weights and remainders."""
+    """Split values into 16-bit weights and remainders before a module loads them."""
     for name, param in _at_rest(module):
         value = state_dict.get(prefix + name)
         if not isinstance(value, Tensor) or value.is_meta:

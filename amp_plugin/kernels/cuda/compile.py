@@ -31,8 +31,8 @@ def compile_cubin(kernel: Kernel, architecture: str) -> bytes:
         program = Program(source, "c++", options=options_for(kernel, architecture))
         return bytes(program.compile("cubin").code)
     except Exception as error:  # cuda-core's error types are private
-        # The traceback would keep the program alive as part of a reference cycle.
-        # When the garbage collector freed the cycle, the program would print an AttributeError.
+        # The traceback would keep the Program object alive as part of a reference cycle.
+        # When the garbage collector freed the cycle, the object would print an AttributeError.
         del program
         log = str(error).replace("\0", "")
         msg = f"NVRTC cannot compile {kernel.name}.cu for {architecture}: {log}"
