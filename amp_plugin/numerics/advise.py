@@ -33,7 +33,7 @@ _ROOTS = frozenset({"linalg_vector_norm", "norm", "pow", "rsqrt", "sqrt", "cdist
 _BOUNDED = frozenset({"acos", "asin", "atanh", "acosh", "erfinv"})
 _POLES = frozenset({"digamma", "lgamma", "polygamma", "mvlgamma", "special_zeta", "tan"})
 _AVERAGES = frozenset({"std", "var", "std_mean", "var_mean", "nll_loss_forward", "nll_loss2d_forward"})
-# Ops whose results can be so near to 1 that 16 bits round them to 1.
+# Ops whose results can be so close to 1 that 16 bits round them to 1.
 _SATURATING = frozenset(
     {"sigmoid", "tanh", "_softmax", "erf", "clamp", "clamp_max", "clamp_min", "cos", "exp"}
 )
@@ -60,7 +60,7 @@ _WITHIN = re.compile(r"^_?(?:native_)?|_forward$")
 
 _SMALL = " In fp16 an eps below 6e-8 becomes 0: take a larger one, or call float() first."
 
-# Maps a cause, or a cause and a special case of it, to what to do. {c} in a text is a _Case.
+# Maps a cause, or a cause and a special case of it, to what to do. In these texts, {c} is a _Case.
 _ADVICE = {
     "weight": "the weight was not finite before this op: look at the checkpoint, at the initialisation, and "
     "at the last step.",

@@ -56,7 +56,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         stack.enter_context(ScaledClips(self._found))
 
     def failed(self, call: Call, error: BaseException) -> None:
-        """Find out whether the dtypes of an op's inputs are the reason for its error."""
+        """Determine whether the dtypes of an op's inputs are the reason for its error."""
         self._refused = refused(self.tracker, call, error) or self._refused
 
     def ended(self, error: BaseException | None) -> None:

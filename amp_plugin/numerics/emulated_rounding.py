@@ -33,7 +33,7 @@ class OpPlace:
 
     Attributes:
         op: The name of the op without namespace and overload, such as ``"mul"``.
-        module: The class of the module that calls the op; empty outside of modules.
+        module: The class of the module that calls the op; empty outside modules.
         line: The line of the program that calls the op; None if unknown.
         is_operand: True if the operands are rounded, False if the results are.
     """

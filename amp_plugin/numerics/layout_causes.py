@@ -205,7 +205,7 @@ def _exchanged_since_right(
 def _cause_in_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> Cause | None:
     """Explain a wrong input that should be the same on all ranks.
 
-    Return None if no input is wrong in a known way.
+    Return None if there is no explanation for a wrong input.
     """
     limit = verdicts[match.number].usual
     for index, read in enumerate(match.mine.reads):

@@ -37,7 +37,7 @@ class Match(NamedTuple):
         pieces: Maps coordinates on the mesh to a rank and the index of the result in this rank's run.
         mine: The record of the single process.
         theirs: The records of the ranks.
-        layout: The result of the single process, and the pieces of it on the ranks.
+        layout: The result of the single process, and its pieces on the ranks.
         is_gradient: Whether the result is a gradient as the optimizer receives it.
     """
 

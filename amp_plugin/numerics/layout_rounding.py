@@ -31,8 +31,8 @@ the whole gradient, and along all other mesh dimensions the ranks must have equa
 was reduced in a coarser dtype should be reported. So for gradients, only the rounding in the single process
 is allowed.
 
-A result is not judged if the two runs drew different random numbers for it, or if it is computed from such a
-result.
+A result is not judged if the two runs drew different random numbers for it, or if it is computed from a
+result that is not judged.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class Combined(NamedTuple):
-    """One way to combine the pieces, and how far its result is from the tensor of the single process.
+    """One way to combine the pieces, and the distance of its result from the tensor of the single process.
 
     Attributes:
         relative: The norm of the difference, divided by the norm of the tensor.
@@ -107,8 +107,8 @@ class Layout:
         Args:
             are_means: The pieces may be means over a rank's part of the batch. Then their mean is tried, too.
             are_backward: The pieces may be gradients of a mean over a rank's part of the batch. The gradient
-                of such a local mean is larger than the gradient of the mean over the whole batch, so smaller
-                multiples are tried, too.
+                of a local mean is larger than the gradient of the mean over the whole batch, so smaller
+                multiples are also tried.
         """
         cut = self.cut
         for added in _subsets(self.axes):

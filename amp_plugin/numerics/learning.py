@@ -71,7 +71,7 @@ class Learning:
         self._dtype = torch.bfloat16
         self._stepped_at: tuple[Place | None, Place | None] = (None, None)
         self._new: Storages[Site] = Storages()  # the call of torch.tensor() that made the storage
-        self._new_leaf: Site | None = None  # the call of torch.tensor() whose tensor first got a gradient
+        self._new_leaf: Site | None = None  # the call of torch.tensor() whose tensor first had a gradient
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Copy the parameters whose updates may be lost to rounding."""

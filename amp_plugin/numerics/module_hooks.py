@@ -46,8 +46,7 @@ class ModuleHooks:
     The hook on a module is this object together with the module's name. A copy of the object does nothing.
 
     Attributes:
-        unseen: The names of modules whose submodules cannot have hooks, because the module is compiled or
-            scripted.
+        unseen: The names of compiled or scripted modules, whose submodules cannot have hooks.
     """
 
     def __init__(self, models: Sequence[nn.Module], on_call: OnCall) -> None:

@@ -349,7 +349,7 @@ class Call:
     def sites_before(self) -> Iterator[Site]:
         """Yield the places of the ops that computed the last input, latest op first.
 
-        For a backward op, the last input of its forward op counts. The first input of each op is followed
+        For a backward op, the last input of its forward op is used. The first input of each op is followed
         back as far as autograd has recorded it.
         """
         node: Any = None if self.is_backward else self.arguments[-1].tensor.grad_fn
@@ -506,7 +506,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return choose_and_note
 
     def _as_in_block(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a fused op, so that autocast casts its inner ops as it does outside of this region."""
+        """Wrap a fused op, so that autocast casts its inner ops as it does outside this region."""
 
         def run_in_block(first: Tensor, *args: Any, **kwargs: Any) -> Any:
             device = first.device.type

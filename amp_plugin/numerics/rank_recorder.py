@@ -38,7 +38,7 @@ class RankRecorder:
     Args:
         file: The file of the rank.
         shadows: The values that tensors would have without rounding.
-        tracker: The tracker, which knows the names of modules and weights and counts steps.
+        tracker: The tracker, which knows the names of modules and weights, and which counts steps.
 
     Attributes:
         file: The file of the rank.

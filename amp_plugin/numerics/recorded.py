@@ -26,7 +26,7 @@ class Difference:
 
     result: str  # a description of the result
     op: str  # the op that made the result
-    module: str = ""  # the path of the module; empty outside of modules
+    module: str = ""  # the path of the module; empty outside modules
     line: str = ""  # the line of the program that calls the op; empty if unknown
     relative: float  # the relative difference; in recorded runs, between the results without rounding
     allowed: float  # the largest difference that rounding explains
@@ -55,7 +55,7 @@ class OpRecord:
 
     step: int  # the number of optimizer steps before the op
     direction: str  # "forward" or "backward"
-    module: str  # the path of the module; empty outside of modules
+    module: str  # the path of the module; empty outside modules
     op: str  # the full name of the op
     line: str  # the line that called the op or, in a backward pass, its forward op; empty if unknown
     dtype: str  # the dtype of the result

@@ -121,7 +121,7 @@ def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
 class WideRun(Region):  # type: ignore[no-untyped-call]
     """A region that runs each op two more times in a wide dtype such as fp64.
 
-    The first additional run of an op gets the program's own inputs. The second additional run gets the
+    The first additional run of an op uses the program's own inputs. The second additional run uses the
     shadows of the inputs, which are the values that a program without rounding would have.
     """
 

@@ -323,7 +323,7 @@ class ShadowValues(Storages[Tensor]):
         The tensor must be dense, and its dtype must not be wider than the shadow's.
         """
         return (
-            type(tensor) in PLAIN  # tensors of other types wrap such a tensor, or have no memory
+            type(tensor) in PLAIN  # tensors of other types wrap a plain tensor, or have no memory
             and tensor.layout is torch.strided
             and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
             and not (tensor.is_neg() or tensor._is_zerotensor())

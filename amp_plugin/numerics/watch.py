@@ -89,7 +89,7 @@ class Origin:
     is_absorbed: bool = False  # whether an op has computed finite numbers from the inf or nan
     is_compared: bool = False  # whether an op has computed integers or booleans from the inf or nan
     became_nan: bool = False  # whether an op has computed a nan from this inf
-    read_by: str = ""  # _PYTHON or _SELECTION if the inf or nan was read outside of training, else empty
+    read_by: str = ""  # _PYTHON or _SELECTION if the inf or nan was read outside training, else empty
     source: str = ""  # the batch from which input data was loaded, or the path of a weight
     # Origins of other inputs of the same op. If one of these origins is reported, all are reported.
     others: dict[Origin, None] = field(default_factory=dict)
@@ -391,7 +391,7 @@ class Watch:
         """Report, at the end of the region, infs and nans that were not reported before.
 
         This includes overflows in the last backward passes, and buffers that are not finite. If no backward
-        pass ran, every inf or nan that no op has absorbed is reported, too.
+        pass ran, every inf or nan that no op has absorbed is also reported.
         """
         passes = self._tracker.backward_passes
         if passes in self._overflowed and not next(iter(self._overflowed.values())).is_absorbed:
@@ -412,7 +412,7 @@ class Watch:
     def read_elsewhere(self) -> Iterator[Finding]:
         """Yield findings about infs and nans that reached no gradient or weight but were read.
 
-        Python has read them as numbers, or an op such as argmin has selected elements by them.
+        Python has read these values as numbers, or an op such as argmin has selected elements by them.
 
         Overflows of fp16 gradients are left out, because the scaler needs them to find the loss scale.
         """

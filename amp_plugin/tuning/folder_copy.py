@@ -24,7 +24,7 @@ from rich import filesize
 
 _MOST_BYTES: Final = 2_000_000_000  # at most this many bytes are copied; cloned files do not count
 _MOST_FILES: Final = 50_000
-# The number of Linux's ioctl FICLONE on x86-64 and ARM. If a system refuses it, the file is copied.
+# The number of the Linux ioctl FICLONE on x86-64 and ARM. If a system refuses it, the file is copied.
 _CLONE: Final = 0x40049409
 
 Signature = tuple[int, int, int, int]  # numbers that change when a program writes to the file
@@ -155,7 +155,7 @@ def _is_copied(folder: Path, above: tuple[Path, ...]) -> bool:
 
 
 def _clone(source: Path, target: Path) -> bool:
-    """Clone a file, and return False if the file system cannot clone files.
+    """Try to clone a file, and return False if the file system cannot clone files.
 
     A file and its clone share their blocks on the disk until a program writes to one of the two.
     """

@@ -18,14 +18,14 @@
 
     run the trainer's head in fp32, and search for the smallest set of fp32 rules that reduces the gap
 
-    a cause counts if removing it shrinks the gap to below 0.9 times its size, by more than chance explains
+    a cause counts if removing it reduces the gap by at least a tenth, and by more than chance explains
 
     if no cause counts and mean |trainer - recorded| <= 1.2 floor, rounding alone explains the gap
 
 emulated_rounding.py emulates roundings, and search.py searches for the rules.
 
-The gap can be smaller than the floor if trainer and generator round at the same places. So the search for
-causes continues below the floor, until the gap is below a twentieth of the floor.
+The gap can be smaller than the floor if the trainer and the generator round at the same places. So the search
+for causes continues below the floor, until the gap is below a twentieth of the floor.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _searched(
 
 
 def _floor(trainer: Trainer, head: nn.Linear | None, ops: Sequence[str]) -> tuple[float, tuple[float, float]]:
-    """Return the mean gap that rounding alone explains, and the rounding errors of trainer and generator."""
+    """Return the mean gap that rounding alone explains, and the rounding errors of both programs."""
     exact = trainer.exact()
     least = _mean(replace(trainer, head=head, changes=_in_fp32(ops)).log_probs(), exact)
     errors = _mean(trainer.log_probs(), exact), _mean(trainer.recorded(), exact)

@@ -1,4 +1,4 @@
-"""The report on a gap between trainer and generator, with its causes and the changes that close it."""
+"""The report on a gap between a trainer and a generator, with its causes and the changes that close it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_CLOSED: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """One cause of the gap between trainer and generator, such as a result that only one of them rounds.
+    """One cause of the gap between a trainer and a generator, such as a result that only one of them rounds.
 
     Attributes:
         name: A description of the cause in words.
@@ -42,7 +42,7 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GapTuning:
-    """The gap between trainer and generator, its causes, and the changes that close it.
+    """The gap between a trainer and a generator, its causes, and the changes that close it.
 
     Attributes:
         gap: The gap of the program without changes.

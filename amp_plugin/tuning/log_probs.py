@@ -1,7 +1,7 @@
 """Compute log-probabilities of sampled tokens, and compare them with recorded log-probabilities.
 
 A generator may record the log-probability of a token before or after it divides the logits by the
-temperature. A generator may also record the log-probability before or after it drops the tokens outside of
+temperature. A generator may also record the log-probability before or after it drops the tokens outside
 top-p. The recorded log-probabilities show what the generator did.
 
 ::

@@ -165,7 +165,7 @@ def saved_bytes() -> Iterator[list[int]]:
     seen: Storages[bool] = Storages()
 
     def pack(tensor: Tensor) -> Tensor:
-        # Activation checkpointing recomputes in the backward pass. Tensors that it saves there do not count.
+        # Activation checkpointing repeats forward ops in the backward pass. Tensors saved there do not count.
         in_backward = torch._C._current_graph_task_id() != -1
         base = tensor._base if tensor._base is not None else tensor
         if in_backward or isinstance(base, nn.Parameter) or not storage_address(tensor):

@@ -221,8 +221,8 @@ def tune(
         :class:`GapTuning`, which can be printed.
 
     Raises:
-        ValueError: An option is not allowed, or the step changes a weight or computes no gradients. For a
-            ``Gap``, the error is also raised if the step returns no logits.
+        ValueError: An option has a value that is not allowed, or the step changes a weight or computes no
+            gradients. For a ``Gap``, the error is also raised if the step returns no logits.
         TypeError: ``model`` or ``batches`` is missing.
         RuntimeError: The native core is missing, or no rules make the gradients finite.
 

@@ -105,7 +105,7 @@ def _gradients_set_aside(params: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _state_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers, the gradients and the states of random generators after a block."""
+    """Restore the buffers, the gradients and the states of random number generators after a block."""
     python = random.getstate()
     with torch.random.fork_rng(), buffers_kept(model), _gradients_set_aside(model.parameters()):
         try:
