@@ -350,8 +350,8 @@ class _Walker:
     def may_use_scaler(self, call: ast.Call, scope: Scope) -> bool:
         """Return whether a method call on ``self`` may use a scaler.
 
-        Methods that are defined in this module are searched, together with the methods that they call. For
-        inherited methods only the method's name decides.
+        Methods that are defined in this module are searched, together with the methods that they call. An
+        inherited method is judged only by its name.
         """
         pending, seen = [(call, scope)], set[FunctionNode]()
         while pending:

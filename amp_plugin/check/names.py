@@ -130,7 +130,7 @@ class Names:
         return Key(scope.of(root.id), ast.unparse(node))
 
     def values(self, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, Scope]]:
-        """Yield all expressions from which an expression may get its value.
+        """Yield all expressions that may be the source of an expression's value.
 
         The search follows variables, both sides of ``a if b else c`` and ``a or b``, and methods that return
         their own object, such as ``model.to(device)``.

@@ -438,7 +438,7 @@ def framework_bypassed(module: Module) -> Iterator[Hit]:
 
 
 def _framework(module: Module, event: Event) -> tuple[str, object]:
-    """Return the framework whose method an event calls, and the precision that the source gives it."""
+    """Return the framework whose method an event calls, and the precision that the source sets for it."""
     function = event.call.func
     if not isinstance(function, ast.Attribute):
         return "", None

@@ -232,11 +232,11 @@ def judge_step_(
     If a step is skipped without an overflow, each growth tracker is lowered by 1, because the next update of
     the scale will raise it by 1.
 
-    The statistics learn from the value of each step. If a value is above the limit, they learn from the limit
-    instead. Therefore a single spike raises the limit only slightly, but a lasting rise of the values is
-    accepted after some steps. The statistics stay unchanged after an overflow, while steps are held, or if
-    the number to learn is not finite. During the first ``window`` steps the mean is an arithmetic mean, and
-    afterwards it is an exponential moving average.
+    The statistics learn from the value of each step. After warm-up, if a value is above the limit, the
+    statistics learn from the limit instead. Therefore a single spike raises the limit only slightly, but a
+    lasting rise of the values is accepted after some steps. The statistics stay unchanged after an overflow,
+    while steps are held, or if the value to learn from is not finite. During the first ``window`` steps the
+    mean is an arithmetic mean, and afterwards it is an exponential moving average.
 
     Args:
         values: One-element tensors (float32 or float64, on the same device). Their sum is compared with the
@@ -609,7 +609,7 @@ def _schedule_free(
 def _muon_momentum(
     _: Tensor, grad: Tensor, states: list[Tensor], __: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """Compute the input of Muon's matrix products (Jordan, 2024), which replaces the parameter."""
+    """Compute the input of Muon's matrix products (Jordan, 2024), and return it as the new parameter."""
     buffer = states[0] + (1 - n.momentum) * (grad - states[0])
     return grad + n.momentum * (buffer - grad) if n.nesterov else buffer, buffer
 

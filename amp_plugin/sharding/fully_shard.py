@@ -69,7 +69,7 @@ def fully_shard(
     _refuse_misfits(model, chosen, root or model, options)
     in_fp32 = plan.in_fp32(root or model)
     apply_fp32_modules(root or model, plan.fp32_modules)
-    # The order must be the same on all ranks. A set has no fixed order, but model.modules() has.
+    # The order must be the same on all ranks. Unlike a set, model.modules() has a fixed order.
     found = [module for module in model.modules() if module in chosen]
     # Smaller modules come first, so that submodules are sharded before their parents.
     for module in sorted(found, key=lambda unit: sum(1 for _ in unit.modules())):

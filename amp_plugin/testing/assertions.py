@@ -242,8 +242,8 @@ def assert_same_numerics(run: Callable[[], Any], golden: str | Path, *, steps: i
     """Fail if a program's results differ from its golden file by more than rounding explains.
 
     The result of each op is compared with the recorded result. The tolerance is the rounding of the result's
-    dtype plus the difference of the op's inputs. Therefore a file that was recorded on one machine with one
-    torch release is also valid on others. ``pytest --amp-record`` writes the file.
+    dtype, plus the difference that the op's inputs already have. Therefore a file that was recorded on one
+    machine with one torch release is also valid on others. ``pytest --amp-record`` writes the file.
 
     Args:
         run: a function that sets the random seed, creates a model, and trains it.
