@@ -1,7 +1,8 @@
-"""Find the modules of parameters that nobody has named.
+"""Name parameters after the modules that own them.
 
-A loss can be a module with parameters of its own. Often no framework prepares it, but the optimizer steps its
-parameters, so errors and reports can be about them. Python's garbage collector knows all modules.
+A loss can be a module with parameters of its own. Often no framework prepares this module, yet the optimizer
+updates its parameters, so errors and reports may have to name them. All modules are found through Python's
+garbage collector.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from typing import Final
 
 from torch import Tensor, nn
 
-# The names by which DistributedDataParallel, torch.compile and Fabric keep the module that they wrap.
+# The attributes in which DistributedDataParallel, torch.compile and Fabric store the wrapped module.
 _WRAPPED_AS: Final = {"module", "_orig_mod", "_forward_module", "_original_module"}
 
 
 def module_paths(params: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Map names to those of the parameters that belong to a module of this process.
+    """Return a dict from names to parameters, without those that no module of this process owns.
 
-    A name is the class of the outermost module and the path in it. All objects of the process are looked at,
-    which takes some 0.1 s. Call this when an optimizer is prepared or an error is reported, not in a step.
+    A name consists of the class of the outermost module and the parameter's path inside it. The function
+    scans all objects of the process, which takes about 0.1 s. Call this when an optimizer is prepared or an
+    error is reported, not in every step.
 
     Example:
         >>> loss = nn.Sequential(nn.PReLU())
@@ -28,7 +30,7 @@ def module_paths(params: Iterable[Tensor]) -> dict[str, Tensor]:
         ['Sequential.0.weight']
     """
     wanted = {id(param): param for param in params}
-    # type() instead of isinstance(), which would run code of proxies and lazy objects.
+    # type() is used because isinstance() would run code of proxies and lazy objects.
     modules = [held for held in gc.get_objects() if issubclass(type(held), nn.Module)] if wanted else []
     parents: dict[int, tuple[nn.Module, str]] = {}
     owners: dict[int, tuple[nn.Module, str]] = {}
@@ -40,7 +42,7 @@ def module_paths(params: Iterable[Tensor]) -> dict[str, Tensor]:
 
 
 def _path(module: nn.Module, name: str, parents: dict[int, tuple[nn.Module, str]]) -> str:
-    """Return the path of a module's parameter from the outermost module. Wrappers are left out."""
+    """Return a parameter's path, starting at the outermost module. Wrappers are left out."""
     seen: set[int] = set()
     while id(module) in parents and id(module) not in seen:
         parent, key = parents[id(module)]

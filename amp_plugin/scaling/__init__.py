@@ -1,4 +1,4 @@
-"""The scaling core: keep gradients representable, step safely."""
+"""The gradient scaler, which scales losses and skips optimizer steps that overflow."""
 
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.overflows import OverflowReport

@@ -1,4 +1,4 @@
-"""The ledger has one record per parameter, which says by which loss scale the gradient is multiplied.
+"""The ledger records, for each parameter, which loss scale its gradient is multiplied by.
 
 A gradient *carries* the loss scale that it is multiplied by. An unscaled gradient carries nothing. A record
 belongs to a parameter and not to an optimizer, so optimizers that share a parameter share its record. Only
@@ -19,21 +19,21 @@ First :mod:`amp_plugin.scaling.optimizer_state` multiplies or divides the gradie
 changes the records. These sentences complete the table:
 
 - A record refers to a LossScale object S, not to a number. A gradient is divided by the value that S has at
-  that time.
-- When a scaled backward pass begins, the gradients of all optimizers are converted, also gradients that the
-  pass does not reach.
-- If a backward pass follows ``unscale_`` before the step and before ``update()``, the gradients of that
+  the time of the division.
+- When a scaled backward pass begins, the gradients of all optimizers are converted, including gradients that
+  the pass does not reach.
+- If a backward pass runs after ``unscale_`` but before the step and ``update()``, the gradients of that
   optimizer are unscaled again when the pass ends.
-- ``update()`` is a request. S takes its new value when ``waits()`` is false for every optimizer, and at the
+- ``update()`` is a request. S takes its new value once ``waits()`` is false for every optimizer, and at the
   latest before the next loss is scaled.
-- An overflow lowers each loss scale by which a loss of this gradient was multiplied, at the next update.
-- In the last row an optimizer unscales or steps again after its own step and an update, without a scaled
-  backward pass in between. Writes through ``.data``, NumPy or a collective change no version counter.
-  Therefore the gradient counts as scaled, whether or not its version has changed. If the optimizer had only
-  unscaled, and not stepped, the gradient counts as scaled only if its memory is another one now.
+- At the next update, an overflow lowers every loss scale that was applied to a loss of this gradient.
+- The last row of the table applies if an optimizer unscales or steps again after its own step and an update,
+  without a scaled backward pass in between. Writes through ``.data``, NumPy or a collective do not change the
+  version counter. Therefore the gradient counts as scaled, whether or not its version has changed. If the
+  optimizer has unscaled but not stepped, the gradient counts as scaled only if its address has changed.
 
-The ledger also knows whether a backward pass or the user has changed a gradient. It records the address and
-the version counter of each gradient when it looks at it, and compares them later::
+The ledger also knows whether a backward pass or the user has changed a gradient. Each time it looks at a
+gradient, it records the gradient's address and version counter, to compare them later::
 
     waits()       Is there a scaled gradient that no optimizer has used since a backward pass added to it?
     has_grown()   Has a backward pass added to a gradient since its last use?
@@ -57,7 +57,7 @@ from amp_plugin.kernels.build import native_core
 if TYPE_CHECKING:
     from amp_plugin.scaling.loss_scale import LossScale
 
-# A weak reference to a gradient's storage, its address with offset, and its version counter.
+# A weak reference to a gradient's storage, the gradient's address (with offset) and its version counter.
 _Seen = tuple[Any, Any, int] | None
 
 
@@ -71,7 +71,7 @@ class Record:
     # The keys are the numbers of optimizers that have used the gradient since the last scaled backward pass.
     # The value is True if that optimizer has stepped with the gradient since it was last divided.
     used_by: dict[int, bool] = field(default_factory=dict)
-    # True if a scaled backward pass before the last one has added to the gradient since it was last used.
+    # True if a scaled backward pass other than the latest has added to the gradient since its last use.
     has_grown: bool = False
 
     def is_changed(self, grad: Tensor | None) -> bool:
@@ -82,7 +82,7 @@ class Record:
         return seen[0].expired() or seen[1:] != now[1:]
 
     def is_elsewhere(self, grad: Tensor | None) -> bool:
-        """Return whether the gradient is None, or has another address than at the last look."""
+        """Return whether the gradient is None, or its address has changed since the last look."""
         now, seen = _seen(grad), self.seen
         return now is None or seen is None or seen[0].expired() or seen[1] != now[1]
 
@@ -92,8 +92,9 @@ class GradientLedger:
 
     Args:
         params: The parameters. The ledger keeps this list and no gradients, because
-            ``torch.utils.swap_tensors`` refuses tensors to which there is another reference.
-        known: Other ledgers. If another ledger has a record of a parameter, this ledger uses the same record.
+            ``torch.utils.swap_tensors`` refuses tensors that something else references.
+        known: Other ledgers. If another ledger has a record for a parameter, this ledger uses the same
+            record.
         scale: The loss scale that the gradients of new parameters carry.
     """
 
@@ -109,15 +110,15 @@ class GradientLedger:
         self.records: list[Record] = [known_records.setdefault(id(param), Record(scale)) for param in params]
 
     def has_gradients(self) -> bool:
-        """Return whether a parameter has a gradient."""
+        """Return whether any parameter has a gradient."""
         return any(param.grad is not None for param in self.params)
 
     def parts(self) -> list[tuple[LossScale | None, list[Tensor], bool]]:
-        """Group all parameters, with and without a gradient, by the loss scale that the gradients carry.
+        """Group all parameters, with or without a gradient, by the loss scale that their gradients carry.
 
         Returns:
-            A tuple for each loss scale: the loss scale or None, the parameters, and whether a gradient has
-            changed since the last look.
+            For each loss scale, a tuple of the loss scale (or None), the parameters, and whether a gradient
+            has changed since the last look.
         """
         parts: dict[LossScale | None, tuple[list[Tensor], list[bool]]] = {}
         for param, record in zip(self.params, self.records, strict=True):
@@ -127,7 +128,7 @@ class GradientLedger:
         return [(scale, members, any(changes)) for scale, (members, changes) in parts.items()]
 
     def begin_backward(self, scale: LossScale) -> None:
-        """Record that a backward pass from a loss times ``scale`` begins.
+        """Record the start of a backward pass from a loss that was multiplied by ``scale``.
 
         Gradients carry ``scale`` from now on.
         """
@@ -138,14 +139,15 @@ class GradientLedger:
             record.has_grown &= grad is not None
             record.used_by.clear()
             record.carries = scale
-            if not goes_on:  # else changes by an earlier backward pass would be forgotten
+            if not goes_on:  # otherwise changes by an earlier backward pass would be forgotten
                 record.seen = _seen(grad)
 
     def carry_nothing(self, optimizer: int, updates: int, steps: bool) -> None:
-        """Record that an optimizer uses its gradients, which were divided by their loss scale before.
+        """Record that an optimizer uses its gradients, which are already divided by their loss scale.
 
         Args:
-            optimizer: The number of the optimizer. It is 0 in a clip, which the user may repeat.
+            optimizer: The number of the optimizer. The number is 0 for a clip, because a user may clip
+                repeatedly.
             updates: The number of updates of the loss scale that have been requested.
             steps: True if the optimizer steps with the gradients; False if it only unscales them.
         """
@@ -157,16 +159,16 @@ class GradientLedger:
             record.seen = _seen(grad)
 
     def assume_scaled(self, scale: LossScale, optimizer: int, updates: int) -> bool:
-        """Treat gradients that carry nothing as scaled, in the same cases as torch.amp.
+        """Assume that gradients that carry nothing are scaled, in the same cases as torch.amp.
 
-        They are all gradients with which the optimizer has stepped. A gradient that the optimizer has only
-        unscaled counts as scaled if it has another address now.
+        All gradients with which the optimizer has stepped are then assumed to be scaled. A gradient that it
+        has only unscaled is assumed to be scaled if its address has changed.
 
         Args:
             scale: The scale that they carry from now on.
             optimizer: The number of the optimizer.
             updates: The number of updates that have been requested. Gradients that were used after the last
-                update do not change.
+                update keep their records.
 
         Returns:
             True if there was such a gradient.
@@ -180,9 +182,9 @@ class GradientLedger:
         return found
 
     def write(self, write: Callable[[], None]) -> None:
-        """Call ``write``, which multiplies gradients.
+        """Call ``write``, a function that multiplies gradients.
 
-        A gradient counts as changed only if it had changed before.
+        Afterwards, a gradient counts as changed only if it had changed before the call.
         """
         same = [not record.is_changed(grad) for grad, record in self._each()]
         write()
@@ -205,13 +207,13 @@ class GradientLedger:
     def has_grown(self) -> bool:
         """Return whether a backward pass has added to a gradient since its last use.
 
-        Call it only after a scaled backward pass has begun. Before that, the user may have changed the
-        gradient.
+        Call this method only after a scaled backward pass has begun. Before that, the user may have changed
+        the gradient.
         """
         return any(record.has_grown or record.is_changed(grad) for grad, record in self._each())
 
     def is_changed(self) -> bool:
-        """Return whether a gradient was written to, replaced or dropped since the last look."""
+        """Return whether any gradient was written to, replaced or set to None since the last look."""
         return any(record.is_changed(grad) for grad, record in self._each())
 
     def _each(self) -> list[tuple[Tensor | None, Record]]:
@@ -230,7 +232,7 @@ def _seen(grad: Tensor | None) -> _Seen:
 
 
 def make_ledger(params: list[Tensor], known: Sequence[Any], scale: LossScale | None) -> Any:
-    """Return a native ledger if the Python extension is loaded, else the Python one."""
+    """Return a native ledger if the native Python extension is loaded, else one written in Python."""
     extension = native_core().extension
     kind = GradientLedger if extension is None else extension.GradientLedger
     return kind(params, known, scale)

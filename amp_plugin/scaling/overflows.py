@@ -1,4 +1,4 @@
-"""Reports which gradients of a step were not finite, and what it means."""
+"""Reports which gradients of a step were not finite, and the possible cause."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class FirstModules:
 
     Attributes:
         forward: A sentence about the first input or output that was not finite; empty if all were finite.
-        backward: A sentence about the first gradient of an output; empty if all were finite.
-        unseen: The modules that were not watched, with the reason.
-        numbers: How many inputs, outputs and gradients of modules were checked.
+        backward: A sentence about the first output gradient that was not finite; empty if all were finite.
+        unseen: The modules that were not watched, and why.
+        numbers: The number of module inputs, outputs and gradients that were checked.
     """
 
     forward: str = ""
@@ -49,19 +49,17 @@ class FirstModules:
 class OverflowReport:
     """The parameters whose gradients were not finite.
 
-    ``str(report)`` lists the parameters, beginning with those nearest the loss, and says what may be the
-    cause.
+    ``str(report)`` lists the parameters, beginning with those nearest the loss, and gives the possible cause.
 
     Attributes:
-        inf: The names of parameters with an infinite element in the gradient, in the optimizer's order.
-        nan: The names of parameters with a nan in the gradient. A parameter may be in ``inf`` and in ``nan``.
-        elsewhere: True if all gradients of this rank are finite, and a gradient on another rank is inf or
-            nan.
+        inf: The names of parameters whose gradient has an inf, in the optimizer's order.
+        nan: The names of parameters whose gradient has a nan. A parameter can be in both ``inf`` and ``nan``.
+        elsewhere: True if all gradients on this rank are finite, but a gradient on another rank is not.
         unattributed: True if only the norm of all gradients was checked, and it was inf or nan.
-        spike: If ``on_spike`` skipped the step, a text with the norm or loss and its limit. All gradients
+        spike: If ``on_spike`` skipped the step, a string with the norm or loss and its limit. All gradients
             were finite then.
         checked: The number of gradients that were checked.
-        named: True if parameters are called by names; False if they are called by group and index.
+        named: True if parameters are identified by name; False if by group and index.
         scaled: True if a loss scale above 1 may be the cause of the inf.
         modules: The first modules with an inf or nan; None if no hooks were watching modules.
     """
@@ -97,7 +95,7 @@ class OverflowReport:
         return "; ".join(lines) or "overflow on another rank"
 
     def meaning(self) -> str:
-        """Return one line about the cause; empty if nothing overflowed."""
+        """Return one line about the possible cause; empty if nothing overflowed."""
         if self.spike:
             return "All gradients were finite, and on_spike= left the step out: look at that batch."
         if self.elsewhere:
@@ -110,7 +108,7 @@ class OverflowReport:
     def _place(self) -> str:
         """Return where to look for the cause.
 
-        If all gradients overflowed, the loss or its gradient is bad.
+        If all gradients overflowed, the cause is the loss or its gradient.
         """
         either = "Either the loss scale is still too high, and a few more skipped steps lower it enough, or"
         if len({*self.inf, *self.nan}) < self.checked:
@@ -134,7 +132,7 @@ Names = dict[int, tuple[Tensor, str]]
 def names_of(params: Sequence[Tensor], optimizer: Optimizer | None, given: Names) -> list[str]:
     """Return a name for each parameter.
 
-    It is the name given to ``register()``, or the name that the optimizer has, or the group and the index.
+    This is the name given to ``register()``, else the optimizer's own name for it, else its group and index.
     """
     known: list[str] = []
     for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
@@ -167,7 +165,7 @@ def report_of(
     optimizer: Callable[[], Optimizer | None],
     copies: Sequence[Tensor] = (),
 ) -> OverflowReport:
-    """Return which of an optimizer's parameters had gradients that were not finite.
+    """Return a report about an optimizer's parameters whose gradients were not finite.
 
     This is a host sync, unless ``copies`` contains the flags of the measurements in host memory.
     """

@@ -34,11 +34,11 @@ def grad(
     retain_graph: bool | None = None,
     allow_unused: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients as ``torch.autograd.grad`` does: of scaled outputs, and then unscaled.
+    """Return unscaled gradients of scaled outputs. The interface is that of ``torch.autograd.grad``.
 
     Args:
-        outputs: The tensors to differentiate. Without ``grad_outputs`` they must be 0-dim.
-        inputs: The tensors with respect to which they are differentiated.
+        outputs: The tensors to differentiate. They must be 0-dim if ``grad_outputs`` is None.
+        inputs: The tensors with respect to which the outputs are differentiated.
         scaler: The scaler whose scale is used. With None or a disabled scaler nothing is scaled.
         grad_outputs: The vectors of the vector-Jacobian product, as in ``torch.autograd.grad``.
         create_graph: True to make the result differentiable.
@@ -64,7 +64,7 @@ def grad(
         for context in _surroundings:
             surroundings.enter_context(context())
         if loss_scale is not None:
-            # No hook records this backward pass, which adds to no ``.grad``.
+            # No hook records this backward pass, because it adds to no ``.grad``.
             targets = tuple(map(loss_scale.multiply, targets))
         grads = torch.autograd.grad(
             targets,
@@ -97,8 +97,8 @@ def gradient_penalty(
 
     Args:
         outputs: The tensors to differentiate. A critic's scores are summed.
-        inputs: The tensors with respect to which they are differentiated: samples, or parameters with
-            ``"l2"``.
+        inputs: The tensors with respect to which the outputs are differentiated. They are samples, or for
+            ``"l2"`` also parameters.
         scaler: The scaler whose scale is used.
         kind: The penalty.
         target: The norm at which the penalty is 0, for ``kind="wgan-gp"``.

@@ -3,12 +3,12 @@
 ::
 
     add(step)   counts a step on the device, and queues it until the host knows whether it was skipped.
-    read()      takes each step that the host knows from the queue, in order. It counts skips in a row, and
-                calls each subscriber: adapters, the run report, on_nonfinite="raise".
+    read()      takes steps from the queue, in order, once the host knows whether they were skipped. It
+                counts skips in a row, and calls the subscribers, such as adapters and the run report.
 
 On the CPU the host knows at once whether a step was skipped. On a GPU it learns later whether a fused or
-one-pass step was skipped. Such a step is read when a later step is added, at ``update()``, or when a caller
-waits for the device.
+one-pass step was skipped. Such a step is read when a later step is added, when ``update()`` is called, or
+when a caller waits for the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from amp_plugin.scaling.overflows import FirstModules, OverflowReport
 RUN = 50
 """After this many skipped steps in a row there is a warning."""
 
-_MOST_LATE = 256  # longest queue of unread steps, for devices without events
+_MOST_LATE = 256  # maximum length of the queue of unread steps, on devices without events
 
 _AT_FLOOR = (
     "gradients overflowed although the loss scale is at min_scale: lowering it further does not help. Look "
@@ -48,27 +48,27 @@ _NOTHING_TO_DO = "the optimizer's own step (nothing was to be unscaled, clipped 
 class StepResult:
     """The result of one ``scaler.step(optimizer)``.
 
-    A result owns its tensors, so later steps do not change it. The result of a step that a CUDA graph has
-    captured shows the last replay. Reading :attr:`norm` and :attr:`found_inf` does not wait for the device.
-    Other properties wait for the device when they are first read.
+    A result owns its tensors, so later steps do not change it. If a CUDA graph captured the step, the result
+    shows the latest replay. Reading :attr:`norm` and :attr:`found_inf` does not wait for the device. Other
+    properties wait for the device when they are first read.
 
     Attributes:
         norm: The norm of the unscaled gradients before the first clip (float32, 0-dim). None if the
             optimizer had no gradients, or if a disabled scaler with ``on_nonfinite="ignore"`` did not
             measure them.
         found_inf: 1.0 if the step was skipped, else 0.0 (float32, 0-dim).
-        used_norm: The norm of the gradients when the step began: after earlier clips, and before the clip of
-            ``clip_and_step``. None if it is unknown.
+        used_norm: The norm of the gradients at the start of the step, after earlier clips but before the clip
+            of ``clip_and_step``. None if it is unknown.
         max_norm: The ``max_norm`` of ``clip_and_step``; None if the step itself did not clip.
-        how: A text that says how the step was taken, and why it was not taken in one pass.
+        how: A description of how the step was taken and, if it was not taken in one pass, why not.
         one_pass: True if it was taken in one pass.
         judged: The result of ``judge_step_`` (float32, ``[5]``); None if ``on_spike`` is not set.
         optimizer: A function that returns the optimizer, or None if the optimizer no longer exists.
             ``optimizer``, ``name``, ``number`` and ``in_a_row`` are set when the host knows whether the step
             was skipped.
-        name: The number of the optimizer, in the order of their first steps, and its type, as ``"0: AdamW"``.
-        number: The number of the step among all steps of the optimizer in this run, from 1 on.
-        in_a_row: How many steps of the optimizer in a row were skipped, up to and including this step.
+        name: The optimizer's number, in the order of first steps, and its type, such as ``"0: AdamW"``.
+        number: The number of the step, counted from 1 for each optimizer in this run.
+        in_a_row: The number of consecutive skipped steps of the optimizer, up to and including this step.
         time: The time of the step, in seconds since 1970.
     """
 
@@ -127,11 +127,12 @@ class StepResult:
 
     @property
     def verdict(self) -> str:
-        """What happened to the step, in a word.
+        """What happened to the step, in one word.
 
-        ``"landed"``: it was taken. ``"overflow"`` or ``"nan"``: it was skipped because a gradient was inf or
-        nan. ``"spike"``: ``on_spike`` has skipped or clipped it. ``"held"``: it was skipped because an
-        earlier spike will still raise an error.
+        ``"landed"`` means that the step was taken. ``"overflow"`` and ``"nan"`` mean that it was skipped
+        because a gradient was inf or nan. ``"spike"`` means that ``on_spike`` skipped or clipped it.
+        ``"held"`` means that the step was skipped because the error of an earlier spike has not been raised
+        yet.
         """
         code = 0 if self.judged is None else int(self.judged[2].item())
         if code or not self.skipped:
@@ -140,7 +141,7 @@ class StepResult:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the step was skipped for a spike, with finite gradients."""
+        """Whether the step was skipped because it was a spike, although its gradients were finite."""
         return self.skipped and self.judged is not None and self.judged[2].item() > 0
 
     @property
@@ -155,18 +156,18 @@ class StepResult:
 
     @property
     def scale_after(self) -> float:
-        """The loss scale after the update that followed; ``scale_before`` until it is applied."""
+        """The loss scale after the next update, or ``scale_before`` until that update is applied."""
         value = self.scale_later()()
         return 1.0 if value is None else float(value.item())
 
     def scale_later(self) -> Callable[[], Tensor | None]:
-        """Return a function that returns the tensor of ``scale_after``, and keeps no other tensor alive."""
+        """Return a function that returns ``scale_after`` as a tensor and keeps no other tensor alive."""
         before, after = self._scale_before, self._scale_after
         return lambda: after[0] if after else before
 
     @property
     def clipped_norm(self) -> Tensor | None:
-        """The norm of the gradients that the step used, after all clips."""
+        """The norm of the gradients that the step used, after all clipping."""
         used = self.norm if self.used_norm is None else self.used_norm
         if used is None or self.max_norm is None:
             return used
@@ -177,8 +178,8 @@ class StepResult:
         """Queue copies of the numbers to the host. Nothing waits or launches a kernel.
 
         Returns:
-            CUDA events that say when the copies are complete, and a StepResult of the same step that
-            contains the copies. Reading that StepResult does not wait for the device, once they are complete.
+            CUDA events that signal when the copies are complete, and a StepResult that contains the copies.
+            Once they are complete, reading that StepResult does not wait for the device.
         """
         names = [name for name in _NUMBERS if getattr(self, name) is not None]
         flags = self._flags if self.skipped else ()
@@ -189,22 +190,22 @@ class StepResult:
 
     @property
     def kind(self) -> str:
-        """The name of the optimizer's class, for texts."""
+        """The name of the optimizer's class, for messages."""
         return self.name.partition(": ")[2]
 
     def note_turn(self, optimizer: Callable[[], Any], name: str, number: int, in_a_row: int) -> None:
-        """Set the optimizer of the step and its place among the steps. The log calls this."""
+        """Set the step's optimizer and the step's number. The log calls this method."""
         self.optimizer, self.name, self.number, self.in_a_row = optimizer, name, number, in_a_row
 
     def add_modules(self, modules: FirstModules) -> None:
-        """Add the first modules with an inf or nan, as hooks have found them in this step."""
+        """Add the first modules with an inf or nan, which hooks found during this step."""
         self._modules = modules
 
     def overflow_report(self) -> OverflowReport:
         """Return the names of the parameters whose gradients were inf or nan, and what may be the cause.
 
-        If a run report or AmpMonitor watches, and an earlier step was skipped, hooks are on the modules. Then
-        the report also names the first module with an inf or nan.
+        The report also names the first module with an inf or nan if there were hooks on the modules. A run
+        report or AmpMonitor adds these hooks after a skipped step.
         """
         report = self._report(self._flags) if self._flags else self._report()
         modules = self._modules
@@ -244,7 +245,7 @@ def _first_skip(step: StepResult) -> str:
 
 
 def run_of_skips(step: StepResult) -> str:
-    """Return a text about skipped steps in a row: how many, for which gradients, and what it means."""
+    """Return a message about the number of skipped steps in a row, their cause, and what to do."""
     steps = f"{step.in_a_row} step{'s' * (step.in_a_row > 1)} of {step.kind}"
     if step.is_left_out:
         return (
@@ -252,7 +253,7 @@ def run_of_skips(step: StepResult) -> str:
             "ordinary by now, raise sigma, or leave on_spike out."
         )
     report = step.overflow_report()
-    # A nan does not come from a high loss scale.
+    # A high loss scale causes inf, not nan.
     report = replace(report, scaled=report.scaled and not report.nan)
     why = "although nothing is scaled"
     if step.is_scaled:
@@ -266,11 +267,11 @@ def run_of_skips(step: StepResult) -> str:
 
 
 def copy_to_host(tensors: Sequence[Tensor]) -> tuple[Sequence[torch.Event], list[Tensor]]:
-    """Queue copies of tensors to the host, on CUDA and XPU. Others are returned as they are.
+    """Queue copies of CUDA and XPU tensors to the host. Other tensors are returned as they are.
 
     Returns:
-        A CUDA event for each device, which says when the copies from that device are complete, and the
-        copies. A tensor of a CUDA graph is not copied.
+        CUDA events (one for each device) that signal when the copies are complete, and the copies. A tensor
+        of a CUDA graph is not copied.
     """
     copies = list(tensors)
     events: dict[torch.device, torch.Event] = {}
@@ -293,7 +294,7 @@ def _ignore(_: object) -> None:
 
 
 def reference_to(optimizer: Optimizer, gone: Callable[[Any], object] | None = None) -> Any:
-    """Return a weak reference to an optimizer. If its class does not allow one, return a strong reference."""
+    """Return a weak reference to an optimizer, or a strong one if its class does not allow weak ones."""
     try:
         return weakref.ref(optimizer, gone)
     except TypeError:
@@ -313,13 +314,13 @@ class _Record:
         """Forget all skips."""
         self.skipped: Tensor | None = None  # float32, 0-dim, on the device
         self.in_a_row = 0
-        self.owed = 0  # skipped steps after which schedulers still have to be held back
+        self.owed = 0  # skipped steps for which schedulers have yet to be held back
         self.is_held = False
 
     def count(self, found: Tensor, *, skipped: bool | None) -> None:
         """Count a step.
 
-        ``found`` is 1 if it is skipped; ``skipped`` is None if the host does not know yet.
+        ``found`` is 1 if the step is skipped; ``skipped`` is None if the host does not know that yet.
         """
         if self.skipped is None:
             self.skipped = torch.zeros_like(found)
@@ -328,13 +329,13 @@ class _Record:
             self.skipped.add_(found)  # in place, so that each replay of a CUDA graph counts its step
 
     def learn(self, *, skipped: bool) -> None:
-        """Count one more step of which the host knows whether it was skipped."""
+        """Count a step after the host has learned whether it was skipped."""
         self.steps += 1
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.owed += skipped
 
     def hold(self) -> None:
-        """Hold learning rate schedulers back at this step, if a skip is known for which they were not yet."""
+        """Hold learning rate schedulers back at this step if a known skip has not held them back yet."""
         self.is_held = self.owed > 0
         self.owed -= self.is_held
 
@@ -348,7 +349,7 @@ _followers: list[Callable[[StepLog], None]] = []
 
 @contextmanager
 def new_logs(follower: Callable[[StepLog], None]) -> Iterator[None]:
-    """Call ``follower`` with the StepLog of each scaler that is made in the block."""
+    """Inside the block, call ``follower`` with the StepLog of each new scaler."""
     _followers.append(follower)
     try:
         yield
@@ -357,7 +358,7 @@ def new_logs(follower: Callable[[StepLog], None]) -> Iterator[None]:
 
 
 class StepTotals:
-    """The numbers of steps and skipped steps in all logs of a process, also in logs that no longer exist.
+    """The numbers of steps and skipped steps in all logs of a process, including deleted logs.
 
     A StepTotals keeps no log, optimizer or gradient alive, only 0-dim tensors. Only the method ``told`` waits
     for the device.
@@ -370,7 +371,7 @@ class StepTotals:
         """Forget all steps."""
         self._steps = self._skipped = 0
         self._logs: weakref.WeakSet[StepLog] = weakref.WeakSet()
-        self._late: list[Tensor] = []  # ``found_inf`` of steps that were unread when their log ended
+        self._late: list[Tensor] = []  # ``found_inf`` of steps that were unread when their log was deleted
         self._scale: Callable[[], Tensor | None] = lambda: None
 
     def follow(self, log: StepLog) -> None:
@@ -392,8 +393,8 @@ class StepTotals:
     def told(self, *, wait: bool) -> tuple[int, int, float | None]:
         """Return the number of steps, the number of skipped steps, and the last loss scale or None.
 
-        With ``wait``, the host waits for the device. Without ``wait``, steps are left out if the host does
-        not know yet whether they were skipped.
+        If ``wait`` is True, the host waits for the device. Otherwise, a step is left out if the host does not
+        know yet whether it was skipped.
         """
         steps, skipped, late, scale = self._steps, self._skipped, list(self._late), self._scale
         for log in list(self._logs):
@@ -411,7 +412,7 @@ class StepTotals:
 class StepLog:
     """The log of the steps of a scaler's optimizers.
 
-    The log counts steps, queues steps until the host knows whether they were skipped, and calls subscribers.
+    The log counts steps, queues them until the host knows whether they were skipped, and calls subscribers.
     """
 
     def __init__(self, skipped_before: int = 0) -> None:
@@ -425,15 +426,15 @@ class StepLog:
         self._subscribers: list[Subscriber] = []
         # Subscribers to losses. While there is one, the host waits for each step.
         self._hearers: list[Callable[[Any], None]] = []
-        self._has_taken = False  # True after a step of this training run was taken
+        self._has_taken = False  # True once this training run has taken a step
         self._has_warned = False  # True after the warning about a skip without a loss scale
-        # The last skipped step, as long as this run has taken no step.
+        # The last skipped step, until this run takes its first step.
         self._last_skip: StepResult | None = None
         for follower in _followers:
             follower(self)
 
     def add(self, optimizer: Optimizer, result: StepResult) -> None:
-        """Count a step, which was skipped if ``result.found_inf`` is 1. Then read the known steps."""
+        """Count a step, which was skipped if ``result.found_inf`` is 1, and read the queue."""
         record = self._record_of(optimizer)
         found = result.found_inf
         record.count(found, skipped=result.skipped_if_known())
@@ -445,12 +446,12 @@ class StepLog:
             self.read(wait=self._waits or record.exact or len(self._late) > _MOST_LATE)
         finally:
             record.hold()
-        # After ``hold``, so that a watcher does not change at which step schedulers are held back.
+        # This follows ``hold``, so that a watcher does not change when schedulers are held back.
         if self._hearers:
             self.read(wait=True)
 
     def note_loss(self, loss: Any) -> None:
-        """Call the subscribers to losses with a loss that is not scaled yet."""
+        """Pass a loss that is not scaled yet to the subscribers to losses."""
         for hear in list(self._hearers):
             hear(loss)
 
@@ -462,7 +463,7 @@ class StepLog:
             record.start_over()
 
     def read(self, *, wait: bool = False) -> None:
-        """Read, in order, the steps of which the host knows whether they were skipped. ``wait`` reads all."""
+        """Read, in order, the steps that the host knows to be taken or skipped; with ``wait``, all steps."""
         while self._late and (wait or self._late[0][1].skipped_if_known() is not None):
             self._learn(*self._late.popleft())
 
@@ -472,7 +473,7 @@ class StepLog:
         weakref.finalize(self, lambda: call(result for _, result in late)).atexit = False
 
     def unread_steps(self) -> list[StepResult]:
-        """Return, in order, the steps of which the host does not know whether they were skipped."""
+        """Return, in order, the steps that the host does not yet know to be taken or skipped."""
         return [result for _, result in self._late]
 
     def end_run(self, warn: Callable[[str], Any] | None = warn_user) -> None:
@@ -496,7 +497,7 @@ class StepLog:
 
     @contextmanager
     def watched(self, watcher: Subscriber = _ignore, hear: Callable[[Any], None] = _ignore) -> Iterator[None]:
-        """In the block, call ``watcher`` right after each step and ``hear`` with each loss.
+        """Inside the block, call ``watcher`` right after each step and ``hear`` with each loss.
 
         Inside the block the host waits for the device after each step. Learning rate schedulers are held back
         at the same steps as without a watcher.
@@ -524,7 +525,7 @@ class StepLog:
             subscriber(result)
 
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
-        """Return how many steps of an optimizer, or of all (None), were skipped.
+        """Return the number of skipped steps of one optimizer, or of all optimizers if it is None.
 
         The host waits for the device.
         """
@@ -534,12 +535,12 @@ class StepLog:
         return self.skipped_before + sum(record.total() for record in self._records.values())
 
     def holds_schedulers(self, optimizer: Optimizer) -> bool:
-        """Return whether schedulers must not follow the optimizer's last step, once for each known skip."""
+        """Return whether schedulers must not step after the optimizer's last step (once per known skip)."""
         record = self._records.get(id(optimizer))
         return record is not None and record.is_held
 
     def wait_for(self, optimizer: Optimizer | None = None) -> None:
-        """Wait for the device after each later step of an optimizer, or of all optimizers (None)."""
+        """From now on, wait for the device after each step of this optimizer; None means any optimizer."""
         if optimizer is None:
             self._waits = True
         else:
@@ -556,7 +557,7 @@ class StepLog:
 
 
 def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
-    """Return a subscriber that raises FloatingPointError if a step overflows at this loss scale or below."""
+    """Return a subscriber that raises FloatingPointError if a step overflows at or below this loss scale."""
 
     def look(step: StepResult) -> None:
         if not step.skipped or step.is_left_out or step.scale_before > blameless_scale:

@@ -1,12 +1,12 @@
-"""Records of steps in plain numbers, for a file, a tracker or a page.
+"""Records of optimizer steps as plain numbers, for files, experiment trackers and web pages.
 
 ::
 
-    A step has returned, and the host knows whether it was skipped: copy its numbers to the host.
-    The copies have arrived: make a StepRecord. Write it to a file, or call a function with it.
+    hear(step)   When the host knows whether the step was skipped, copy its numbers to the host.
+    pass_on()    When the copies have arrived, make a StepRecord, and write it or pass it to a function.
 
-Recording a step does not wait for the device and launches no kernel. On a GPU a record is written some steps
-late. The last records are written when the process ends.
+Recording a step does not wait for the device and launches no kernel. On a GPU, a record is written a few
+steps later. The last records are written when the process ends.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from amp_plugin.scaling.ranks import rank_of_process
 from amp_plugin.scaling.step_log import StepLog, StepResult
 
 NEWS: Final = logging.getLogger("amp_plugin")
-"""The logger that tells people of skipped steps, of spikes, and where a file is written."""
+"""The logger that reports skipped steps, spikes, and where log files are written."""
 
-_FILE_BYTES: Final = 64 * 2**20  # when a log file is this large, a new file is begun
+_FILE_BYTES: Final = 64 * 2**20  # a new log file is started at this size
 _OLDER_FILES: Final = 9
 _MOST_NAMES: Final = 5
 _NO_LIMIT: Final = 3e38  # a larger limit means that spikes are not judged yet (warm-up)
@@ -45,18 +45,17 @@ class StepRecord:
     """The record of one optimizer step.
 
     Attributes:
-        step: The number of the step, from 1 on. The steps of each optimizer are counted from the start of
-            this run, including skipped steps.
-        optimizer: The number of the optimizer, in the order of their first steps, and its type, as
-            ``"0: AdamW"``.
-        verdict: ``"landed"``, ``"overflow"``, ``"nan"``, ``"spike"`` or ``"held"``, as
-            :attr:`amp_plugin.GradScaler.last_step`'s ``verdict``.
+        step: The number of the step, from 1 on. Each optimizer has its own count, which starts with this run
+            and includes skipped steps.
+        optimizer: The optimizer's number, in the order of first steps, and its type, such as ``"0: AdamW"``.
+        verdict: One of ``"landed"``, ``"overflow"``, ``"nan"``, ``"spike"`` and ``"held"``, the same as the
+            ``verdict`` of :meth:`amp_plugin.GradScaler.last_step`.
         skipped: True if the weights have not changed. A spike that was clipped is not skipped.
         loss_scale: The loss scale by which the loss was multiplied; None if no loss is scaled.
         norm: The norm of the unscaled gradients before clipping; None if it was not measured, or is not
             finite.
         clipped_norm: The norm of the unscaled gradients after all clipping.
-        value: The norm or loss that ``on_spike`` has judged; None without ``on_spike``.
+        value: The norm or loss that ``on_spike`` judged; None without ``on_spike``.
         limit: The largest norm or loss that ``on_spike`` would have accepted; None without ``on_spike`` and
             during its warm-up.
         parameters: At most five parameters whose gradients were not finite. The parameters nearest the loss
@@ -112,19 +111,19 @@ class StepRecord:
 
 
 class StepRecorder:
-    """Make a StepRecord of each step, and write it to a file or call a function with it. Only rank 0 does.
+    """Make a StepRecord for each step on rank 0, and write it to a file or pass it to a function.
 
-    If writing a record fails, there is one warning, and training continues without records.
+    If a record cannot be written, there is one warning, and training continues without records.
 
     Args:
-        to: Where records go. To the file of a path one line of JSON is written for each record. A function
-            is called with each record. With None, the logger ``amp_plugin`` gets a message at level INFO for
-            each step that was skipped or clipped, and nothing is written.
+        to: Where records go. If this is a path, each record is written to that file as one line of JSON. If
+            it is a function, it is called with each record. If it is None, no record is written, and the
+            logger ``amp_plugin`` gets an INFO message for each step that was skipped or clipped.
     """
 
     def __init__(self, to: str | Path | Callable[[StepRecord], Any] | None) -> None:
         self._to = to if to is None or callable(to) else Path(to).absolute()
-        # Steps whose numbers are being copied to the host: CUDA events, and a function that makes the record.
+        # For each step whose numbers are being copied: CUDA events, and a function that makes the record.
         self._waiting: deque[tuple[Sequence[torch.Event], Callable[[], StepRecord]]] = deque()
         self._last = time.time()  # the time of the step before
         self._is_on = True
@@ -172,7 +171,7 @@ class StepRecorder:
 
 
 def news_of(record: StepRecord) -> str:
-    """Return one line of log text about a step that was skipped or clipped."""
+    """Return a one-line log message about a step that was skipped or clipped."""
     done = "was skipped" if record.skipped else "was clipped"
     why = {"overflow": "a gradient is infinite", "nan": "a gradient is nan"}.get(record.verdict, "")
     if record.verdict == "spike":
@@ -218,7 +217,7 @@ def _raise_again(_: logging.LogRecord) -> None:
 
 
 def _end_torn_line(path: Path) -> None:
-    """Write a newline at the end of a file if a run was killed while it wrote the last line."""
+    """Append a newline to a file if a run was killed while it was writing the last line."""
     if path.is_file() and path.stat().st_size:
         with path.open("rb+") as file:
             file.seek(-1, 2)
@@ -234,7 +233,7 @@ def _pass_last_on(recorder: Callable[[], StepRecorder | None]) -> None:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Return the records in a log file and in its older files, the oldest first. Broken lines are left out.
+    """Return the records of a log file and of its rotated files, oldest first. Broken lines are skipped.
 
     Args:
         path: The path that was given as ``log=``.

@@ -1,4 +1,4 @@
-"""The calls that error texts name, as the user of an entry point writes them.
+"""The calls that error messages mention, spelled as users of each entry point write them.
 
 The scaler does not know whether Lightning, Accelerate or a plain loop uses it. Each adapter passes its own
 calls, so that an error names a call that the user's program can make.
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Words:
-    """The calls of one entry point, as its user writes them.
+    """The calls of one entry point, spelled as its users write them.
 
     Attributes:
         backward: The call that runs backward on a scaled loss.
         unscale: The call that unscales the gradients of an optimizer.
         step: The call that steps an optimizer.
-        prepare: The call that makes an optimizer known to the scaler.
+        prepare: The call that registers an optimizer with the scaler.
         bf16: How to train in bfloat16, which needs no loss scale.
-        endless: The option that says after how many skipped steps in a row a run ends.
-        reduce: How DistributedDataParallel is made to reduce gradients in 16 bits.
+        endless: The option that sets how many skipped steps in a row end a run.
+        reduce: How to make DistributedDataParallel reduce gradients in 16 bits.
     """
 
     backward: str = "scaler.scale(loss).backward()"
