@@ -329,7 +329,8 @@ def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[A
     if inspect.iscoroutinefunction(func):
 
         async def covered(*args: Any, **kwargs: Any) -> Any:
-            return await _each_step(func(*args, **kwargs), context)
+            stepped: Any = _each_step(func(*args, **kwargs), context)
+            return await stepped
     elif inspect.isgeneratorfunction(func):
 
         def covered(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:

@@ -470,7 +470,8 @@ class StepLog:
     def at_end(self, call: Callable[[Iterable[StepResult]], None]) -> None:
         """Call ``call`` with the unread steps when this log is garbage-collected."""
         late = self._late
-        weakref.finalize(self, lambda: call(result for _, result in late)).atexit = False
+        finalizer: Any = weakref.finalize(self, lambda: call(result for _, result in late))
+        finalizer.atexit = False
 
     def unread_steps(self) -> list[StepResult]:
         """Return, in order, the steps that the host does not yet know to be taken or skipped."""
