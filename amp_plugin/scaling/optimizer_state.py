@@ -237,6 +237,8 @@ class OptimizerState:
             self.forget_overflows()
             if not self.spans_ranks:  # other ranks may still have gradients
                 self.contributions = []
+        if self._used[1] == _WRITTEN:
+            self.ledger.assume_scaled(self.shared.default, self._number, _WRITTEN)
         was_awaited = self.is_awaited
         self.backwards += 1
         for before, params, changed in self.parts():
@@ -409,10 +411,14 @@ class OptimizerState:
     def write_stage(self, stage: OptState) -> None:
         """Set the stage that a program has written into torch's record.
 
-        After UNSCALED or STEPPED, the gradients count as unscaled. After READY, gradients with which the
-        optimizer has stepped count as scaled, as after an update.
+        After UNSCALED or STEPPED, the gradients count as unscaled. After READY, gradients that the optimizer
+        has unscaled or stepped with carry the default loss scale again when it uses them, or when a scaled
+        backward pass begins.
         """
         if stage is OptState.READY:
+            if self.stage is OptState.UNSCALED and not self.is_awaited:
+                self.ledger.carry_nothing(self._number, self.shared.updates, True)
+                self._answered, self.norm = self.backwards - 1, None  # they await a step
             self._used = (stage, _WRITTEN)
             return
         for scale, params, _ in self.parts():

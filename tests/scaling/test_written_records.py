@@ -9,6 +9,7 @@ import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from amp_plugin import GradScaler
+from amp_plugin.adapters.takeover import Takeover
 
 KINDS = [torch.amp.GradScaler, GradScaler]
 VALUES = (1.0, 3.0, math.inf, 2.0, math.inf, 1.0)
@@ -115,7 +116,7 @@ def cleared(scaler, key):
 
 
 def popped(scaler, key):
-    assert scaler._per_optimizer_states.pop(key)["stage"] is OptState.UNSCALED
+    assert scaler._per_optimizer_states.pop(key)["stage"] is not OptState.READY
     assert scaler._per_optimizer_states.pop(key, None) is None
 
 
@@ -301,3 +302,102 @@ def test_a_written_record_counts_as_in_torch(program):
         seen.append(loop.seen)
         assert loop.seen
     assert seen[1] == seen[0]
+
+
+def stage_written(scaler, key):
+    scaler._per_optimizer_states[key]["stage"] = OptState.READY
+
+
+def put_in(scaler, key):
+    scaler._per_optimizer_states[key] = _refresh_per_optimizer_state()
+
+
+def multiplied_before(pair, write):
+    pair.multiply()
+    write()
+
+
+def multiplied_after(pair, write):
+    write()
+    pair.multiply()
+
+
+def divided_twice(pair, write):
+    """Leave the gradient as it is. It is divided by the scale a second time."""
+    write()
+
+
+def unscaled_again(pair, write):
+    multiplied_after(pair, write)
+    pair.scaler.unscale_(pair.optimizers[0])
+
+
+def added_to(pair, write):
+    """Let a second micro-batch add to the gradient that the program has looked at."""
+    multiplied_after(pair, write)
+    pair.backward(2.0)
+
+
+def updated(pair, write):
+    """Step with the same gradient after an update of the scale."""
+    write()
+    pair.scaler.step(pair.optimizers[1])
+    pair.scaler.update()
+    pair.multiply()
+
+
+def updated_after_a_step(pair, write):
+    """Step twice with the same gradient. The record is written between the steps."""
+    pair.scaler.step(pair.optimizers[0])
+    multiplied_after(pair, write)
+    pair.backward(2.0)
+
+
+class Pair:
+    """Two weights with an optimizer each, trained under autocast. Only the first one's record is written."""
+
+    def __init__(self, kind, dtype):
+        self.scaler, self.dtype = kind("cpu", init_scale=64.0, growth_interval=2), dtype
+        self.weights = [torch.nn.Parameter(torch.ones(1, 4)) for _ in range(2)]
+        self.optimizers = [torch.optim.SGD([weight], lr=0.25) for weight in self.weights]
+
+    def backward(self, value):
+        with torch.autocast("cpu", dtype=self.dtype):
+            inputs = torch.full((1, 4), value)
+            loss = sum(torch.nn.functional.linear(inputs, weight) for weight in self.weights)
+        self.scaler.scale(loss.sum()).backward()
+
+    def multiply(self):
+        self.weights[0].grad.mul_(self.scaler.get_scale())
+
+    def train(self, write, afterwards):
+        seen = []
+        for i, value in enumerate(VALUES):
+            self.weights[0].grad = self.weights[1].grad = None
+            self.backward(value)
+            self.scaler.unscale_(self.optimizers[0])
+            if i % 2:
+                afterwards(self, lambda: write(self.scaler, id(self.optimizers[0])))
+            for optimizer, weight in zip(self.optimizers, self.weights, strict=True):
+                self.scaler.step(optimizer)
+                seen.append((weight.tolist(), weight.grad.tolist()))
+            self.scaler.update()
+            seen.append(self.scaler.get_scale())
+        return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "afterwards",
+    [
+        *(multiplied_before, multiplied_after, divided_twice, unscaled_again, added_to),
+        *(updated, updated_after_a_step),
+    ],
+)
+@pytest.mark.parametrize("write", [stage_written, put_in, cleared, popped, deleted, assigned])
+def test_gradients_that_a_program_keeps_count_as_scaled_again(write, afterwards, dtype):
+    """A program unscales, writes READY into the record or removes it, and steps with the same gradient."""
+    theirs, ours = (Pair(kind, dtype).train(write, afterwards) for kind in KINDS)
+    with Takeover("a test"):
+        run = Pair(torch.amp.GradScaler, dtype).train(write, afterwards)
+    assert str(ours) == str(run) == str(theirs)  # nan equals nan in strings
