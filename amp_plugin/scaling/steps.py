@@ -142,14 +142,15 @@ def refuse_nothing_checked(core: ScalerCore, state: OptimizerState) -> None:
 
     Unlike in torch.amp, an optimizer may step without gradients if another optimizer has gradients, as in a
     GAN, or if another rank may have gradients. Under Lightning and Accelerate it may also step in a batch
-    without a loss.
+    without a loss. An object without parameters may not, because it may be a mock around an optimizer whose
+    gradients are scaled.
     """
     nothing = not state.found_inf_per_device and not state.ledger.has_gradients()
-    has_no_loss = core.shared.scales_all and not state.is_awaited
+    has_no_loss = core.shared.scales_all and bool(state.params) and not state.is_awaited
     if not (core.shared.enabled and nothing) or has_no_loss or state.spans_ranks:
         return
     core.refresh_joined()  # parameters with gradients may have been added to another optimizer
-    if not any(_has_checked(other) for other in core if other is not state):
+    if not state.params or not any(_has_checked(other) for other in core if other is not state):
         raise AssertionError(_NOTHING_CHECKED.format(kind=type(state.optimizer).__name__))
 
 

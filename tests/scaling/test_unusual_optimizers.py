@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -145,6 +146,40 @@ def test_a_mock_is_stepped_as_by_torch(make, factor, enabled, unscales):
         # The optimizer claims a fused kernel, which would divide the gradients by the scale. Our scaler
         # divides them first.
         theirs, ours = (result[:2] + result[3:] for result in (theirs, ours))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("make", [mock.Mock, mock.MagicMock, partial(mock.Mock, spec=["step"])])
+def test_a_disabled_scaler_steps_any_object(make):
+    """Engines and mocks may have no ``param_groups``."""
+    for kind in KINDS:
+        optimizer, scaler = make(), kind("cpu", enabled=False)
+        assert scaler.step(optimizer, 1, mode="fast") is optimizer.step.return_value
+        optimizer.step.assert_called_once_with(1, mode="fast")
+
+
+def outcome_around(kind, *, is_known):
+    weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=0.5) for weight in weights]
+    scaler, mocked = kind("cpu", init_scale=4.0), mock.MagicMock(wraps=optimizers[0])
+    for optimizer in optimizers[not is_known :]:
+        weights[0].grad = weights[1].grad = None
+        scaler.scale(weights[0].sum() + weights[1].sum()).backward()
+        scaler.step(optimizer)
+        if optimizer is optimizers[0]:
+            scaler.update()
+    said = ""
+    try:
+        scaler.step(mocked)
+    except AssertionError as error:
+        said = str(error)[:22]
+    return said, [weight.tolist() for weight in weights]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_mock_around_an_optimizer_does_not_step_with_scaled_gradients(is_known):
+    """Most versions of Python show no parameters of the optimizer that such a mock wraps."""
+    theirs, ours = (outcome_around(kind, is_known=is_known) for kind in KINDS)
     assert ours == theirs
 
 
