@@ -119,8 +119,8 @@ def assert_silent(found: RunComparison, case: Case) -> None:
     assert found.random == 0
     # covers forward and backward of each step, gradients and the optimizer
     assert found.compared > 100 * case.steps, found.report()
-    # a median of the limits that hides no bug
-    assert found.unseen < (1e-3 if case.precision == "fp32" else 0.15), found.report()
+    # A bug that loses the share of one of four ranks changes a sum by a quarter, so the median limit is less.
+    assert found.unseen < (1e-3 if case.precision == "fp32" else 0.2), found.report()
 
 
 @pytest.fixture(scope="module")
