@@ -30,7 +30,7 @@ _UNKNOWN = (
 
 
 class NormClip(NamedTuple):
-    """The arguments of a clip by norm, after they were checked."""
+    """The checked arguments for clipping by norm."""
 
     max_norm: float
     norm_type: float
@@ -38,15 +38,15 @@ class NormClip(NamedTuple):
 
     @classmethod
     def of(cls, max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> NormClip:
-        """Check the arguments that a user has given, and return them as floats."""
+        """Check the user's arguments, and return them as floats."""
         limit = number("max_norm", max_norm, least=0)
         return cls(limit, number("norm_type", norm_type), bool(error_if_nonfinite))
 
     def factor(self, norm: Tensor, found: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Return the number by which the clip multiplies gradients (float32, 0-dim).
+        """Return the factor by which clipping multiplies gradients (float32, 0-dim).
 
-        The factor is 1 if ``found`` is 1. With ``scale``, return the number by which gradients that are
-        multiplied by ``scale`` must be divided.
+        The factor is 1 if ``found`` is 1. With ``scale``, return the divisor that both unscales and clips
+        gradients that carry ``scale``.
         """
         return torch.ops.amp_plugin.clip_factor(norm, self.max_norm, scale, found)  # type: ignore[no-any-return]
 
@@ -56,7 +56,7 @@ class NormClip(NamedTuple):
             raise RuntimeError(_NONFINITE.format(norm_type=self.norm_type))
 
     def by_torch(self, params: Iterable[Tensor]) -> Tensor:
-        """Clip with torch's own function, equal to the bit, and return the norm."""
+        """Clip with torch's own function, for bitwise equal results, and return the norm."""
         return torch.nn.utils.clip_grad_norm_(params, self.max_norm, self.norm_type, self.error_if_nonfinite)
 
 
@@ -89,12 +89,12 @@ def clip_norm(core: ScalerCore, target: Target, clip: NormClip) -> Tensor:
 
 
 def wants_torchs_bits(shared: Shared) -> bool:
-    """Return whether torch's own function must clip: no loss is scaled, and steps are torch's own."""
+    """Return whether torch's own function must clip, because no loss is scaled and steps are torch's own."""
     return not (shared.enabled or (shared.checks and shared.options.one_pass))
 
 
 def clip_measured(state: OptimizerState, clip: NormClip, norm: Tensor, found: Tensor) -> None:
-    """Clip all gradients of one optimizer, whose norm is known, unless ``found`` is 1."""
+    """Clip all gradients of one optimizer, given their norm, unless ``found`` is 1."""
     if wants_torchs_bits(state.shared):
         clip.by_torch(state.params)
     else:
@@ -141,7 +141,7 @@ def _unscale(core: ScalerCore, params: list[Tensor], states: list[OptimizerState
 
 
 def number(name: str, given: Any, *, least: float = -math.inf) -> float:
-    """Return an argument of a clip as a float, or raise TypeError or ValueError."""
+    """Return a clipping argument as a float, or raise TypeError or ValueError."""
     try:
         value = float(given)
     except (TypeError, ValueError):

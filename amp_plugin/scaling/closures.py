@@ -1,8 +1,8 @@
-"""Steps with a closure: LBFGS, SAM, and any optimizer that calls its closure itself.
+"""Steps with a closure, for LBFGS, SAM and any other optimizer that calls its closure itself.
 
 The closure runs backward on ``scaler.scale(loss)`` and returns the unscaled loss. After each call the
-gradients are unscaled and checked. If a gradient is inf or nan, the step ends, and what it has changed so far
-is undone. An optimizer may use the present gradients before it calls the closure, so these are checked too.
+gradients are unscaled and checked. If a gradient is inf or nan, the step ends, and its changes so far are
+undone. An optimizer may use the present gradients before it calls the closure, so these are checked too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SCALED_LOSS = (
 
 
 class _NonfiniteError(Exception):
-    """Raised in a closure to leave the optimizer's step, because a gradient is inf or nan."""
+    """Raised inside a closure to abort the optimizer's step, because a gradient is inf or nan."""
 
 
 def run(state: OptimizerState, closure: Closure) -> Any:
@@ -50,7 +50,7 @@ def run(state: OptimizerState, closure: Closure) -> Any:
         unscaled = state.backwards == before and None in state.scales_carried()
         if unscaled and state.ledger.has_gradients() and state.ledger.is_changed():
             raise RuntimeError(_UNSCALED_BACKWARD.format(backward=state.shared.words.backward))
-        if is_watched(loss):  # a line search needs losses that are not scaled
+        if is_watched(loss):  # a line search needs unscaled losses
             raise RuntimeError(_SCALED_LOSS)
     return loss
 
@@ -67,7 +67,7 @@ def step(
 
     ::
 
-        If the optimizer may use the present gradients first, and one of them is inf or nan: skip the step.
+        Skip the step if the optimizer may use the present gradients first, and one of them is inf or nan.
         In each call of the closure:
             Run the closure, and unscale and measure the gradients.
             If a gradient is inf or nan, leave the step and undo its changes.
@@ -77,8 +77,8 @@ def step(
         state: The state of the optimizer.
         optimizer: The optimizer, or an optimizer that wraps it.
         closure: The user's closure.
-        call: A function that calls the optimizer's step with the closure that it is given.
-        how: A text for ``StepResult.how``.
+        call: A function that takes a closure and calls the optimizer's step with it.
+        how: The string for ``StepResult.how``.
         clip: How to clip the gradients after each call of the closure, or None.
 
     Returns:
@@ -94,7 +94,7 @@ def step(
         loss = run(state, closure)
         with torch.no_grad():
             norm, found = state.unscale_(norm_type)
-            # Only the first call is judged, because later calls follow changes of the weights.
+            # Only the first call is judged as a spike, because the weights change before later calls.
             if last is None:
                 norm, found, _ = state.judge(norm, found)
             last = norm, found
@@ -126,7 +126,7 @@ def _may_change_early(optimizer: Optimizer) -> bool:
 
 
 def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
-    """Copy the parameters and the state of an optimizer, also weights stored in 16 bits, without rounding.
+    """Copy an optimizer's parameters and state without rounding, including weights stored in 16 bits.
 
     Returns:
         A function that restores them.

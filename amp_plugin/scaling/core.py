@@ -1,4 +1,4 @@
-"""ScalerCore: the optimizers that a scaler knows, and the methods that only adapters call."""
+"""ScalerCore holds the optimizers that a scaler knows, and the methods that only adapters call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _guards: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKey
 
 
 class ScalerCore:
-    """The methods and the state of :class:`amp_plugin.GradScaler` that only adapters and the package use.
+    """The part of :class:`amp_plugin.GradScaler` that only adapters and the package itself use.
 
     Args:
         shared: The state that all optimizers of the scaler share.
@@ -37,7 +37,7 @@ class ScalerCore:
     Attributes:
         shared: As given.
         log: As given.
-        awaits_update: True if an update is requested, and gradients still depend on the old loss scale.
+        awaits_update: True if an update has been requested, but gradients still depend on the old loss scale.
         last_scale: The loss scale of the last scaled backward pass; None if there was none.
         last_task: Autograd's number of that backward pass.
     """
@@ -45,12 +45,12 @@ class ScalerCore:
     def __init__(self, shared: Shared, log: StepLog) -> None:
         self.shared, self.log = shared, log
         self._states: dict[int, OptimizerState] = {}
-        # Ids of optimizers that may delay an update. Others are not asked, so that update() is cheap.
+        # Ids of optimizers that may delay an update. Others are not checked, so that update() is cheap.
         self._may_delay_update: list[int] = []
         self.awaits_update = False
         self.last_scale: LossScale | None = None
         self.last_task = -1
-        # Returns by which factor ``last_scale`` has changed since the last scaled backward pass began.
+        # Returns the factor by which ``last_scale`` has changed since its backward pass began.
         self._change: Change = lambda: None
 
     def __iter__(self) -> Iterator[OptimizerState]:
@@ -58,7 +58,7 @@ class ScalerCore:
         return iter(list(self._states.values()))
 
     def find(self, optimizer: Optimizer) -> OptimizerState | None:
-        """Return the state of an optimizer, or of one it wraps (the same ``param_groups`` object)."""
+        """Return the state of an optimizer, or of one it wraps (with the same ``param_groups`` object)."""
         state = self._states.get(id(optimizer))
         if state is not None:
             return state
@@ -70,7 +70,7 @@ class ScalerCore:
         return self._states.get(key)
 
     def state(self, optimizer: Optimizer) -> OptimizerState:
-        """Return the state of an optimizer, with its present parameters.
+        """Return the state of an optimizer, with its current parameters.
 
         An unknown optimizer gets a new state.
         """
@@ -97,7 +97,7 @@ class ScalerCore:
         return state
 
     def refresh(self, states: Iterable[OptimizerState]) -> bool:
-        """Read the parameters of optimizers again; return True if some have joined or left."""
+        """Read the parameters of optimizers again; return True if some were added or removed."""
         changed = False
         for state in states:
             params, before = params_of(state.optimizer), state.params
@@ -116,7 +116,7 @@ class ScalerCore:
     def _take_params(self, state: OptimizerState, params: list[Tensor]) -> None:
         """Set the parameters of an optimizer.
 
-        Gradients of new parameters belong to the last backward pass.
+        Gradients of new parameters are assumed to come from the last backward pass.
         """
         others = list(self)
         known = {id(param) for other in others for param in other.params}
@@ -127,23 +127,23 @@ class ScalerCore:
             state.ledger.write(lambda: multiply_(strangers, change))
 
     def note_loss(self, loss: Any) -> None:
-        """Call the subscribers to losses with a loss that is not scaled yet."""
+        """Pass a loss that is not scaled yet to the subscribers to losses."""
         self.shared.spikes.hear(loss)
         self.log.note_loss(loss)
 
     def note_backward(self, scale: LossScale, task: int) -> None:
-        """Record that a scaled backward pass begins. After it, any optimizer may delay the next update."""
+        """Record the start of a scaled backward pass. Any optimizer may then delay the next update."""
         self.last_scale, self.last_task, self._change = scale, task, scale.change_from_now_on()
         self._may_delay_update = list(self._states)
 
     def await_update(self, awaits: bool) -> None:
-        """Record that an update is requested, or that it was applied."""
+        """Record whether a requested update still has to be applied."""
         self.awaits_update = awaits
 
     def delays_update(self) -> bool:
-        """Return whether an optimizer still has to step before the scale may change.
+        """Return whether any optimizer still has to step before the scale may change.
 
-        An optimizer that need not step is not asked again until the next backward pass.
+        An optimizer that does not need to step is not checked again until the next backward pass.
         """
         waiting = self._may_delay_update
         while waiting and not ((state := self._states.get(waiting[-1])) and state.delays_update()):
@@ -151,7 +151,7 @@ class ScalerCore:
         return bool(waiting)
 
     def carriers(self, loss_scale: LossScale) -> Iterator[tuple[OptimizerState, list[Tensor]]]:
-        """Yield the parameters whose gradients carry a loss scale, each once, with the optimizer's state."""
+        """Yield optimizers' states with the parameters whose gradients carry this loss scale, each once."""
         seen: set[int] = set()
         for state in self:
             for scale, params, _ in state.parts():
@@ -163,8 +163,8 @@ class ScalerCore:
     def is_step_refused(self, state: OptimizerState, *, repeats: bool = False) -> bool:
         """Return whether a step must be refused.
 
-        A step is refused if there are no new gradients, unless a closure makes them (``repeats``). It is also
-        refused if all optimizers have stepped, because ``update()`` must be called then.
+        A step is refused if there are no new gradients, unless a closure computes them (``repeats``). It is
+        also refused if all optimizers have stepped, because ``update()`` must be called then.
         """
         if state.stage is not OptState.STEPPED:
             return False
@@ -192,7 +192,7 @@ class ScalerCore:
 
         Args:
             device: The device type.
-            process_groups: Process groups whose ranks all skip a step, or all take it.
+            process_groups: Process groups whose ranks must all take a step or all skip it.
             sharded_groups: Process groups whose ranks hold different shards of the gradients. Norms are
                 combined over these groups.
         """
@@ -205,7 +205,7 @@ class ScalerCore:
         self.shared.place(str(device), ranks)
 
     def switch(self, enabled: bool) -> None:
-        """Switch loss scaling on or off. Some programs do it by setting torch's attribute ``_enabled``."""
+        """Switch loss scaling on or off. Some programs do so by setting torch's attribute ``_enabled``."""
         if enabled is self.shared.enabled:
             return
         self.shared.enable(enabled)
@@ -231,7 +231,7 @@ class ScalerCore:
         return [state.optimizer for state in self]
 
     def optimizers_of(self, params: Iterable[Tensor]) -> list[Optimizer]:
-        """Return the known optimizers whose parameters are exactly these."""
+        """Return the known optimizers that have exactly these parameters."""
         params = list(params)
         wanted = set(map(id, params))
         return [s.optimizer for s in self.owners(params) if wanted == set(map(id, s.params))]
@@ -276,7 +276,7 @@ class ScalerCore:
         Args:
             optimizer: The optimizer that stepped.
             how: A description of how the step was taken.
-            result: The result of the step. By default it says that no gradient was checked.
+            result: The result of the step. The default result says that no gradient was checked.
         """
         if not is_optimizer(optimizer):
             return StepResult(how=how)
@@ -289,19 +289,19 @@ class ScalerCore:
 
 
 def is_optimizer(given: object) -> bool:
-    """Return whether an object has ``param_groups``. A mock, or the optimizer of an engine, may have none."""
+    """Return whether an object has ``param_groups``. Mocks and some engines' optimizers have none."""
     return isinstance(getattr(given, "param_groups", None), list | tuple)
 
 
 def _stepping(optimizer: Any) -> list[Any]:
-    """Return an optimizer, and the optimizers that it contains as SAM does, if they accept step hooks."""
+    """Return an optimizer and any inner optimizers (as in SAM), except those without step hooks."""
     hooks = ("_optimizer_step_pre_hooks", "register_step_pre_hook")
     held = [own for own in getattr(optimizer, "__dict__", {}).values() if isinstance(own, Optimizer)]
     return [one for one in (optimizer, *held) if all(hasattr(one, name) for name in hooks)]
 
 
 def _guard_steps(state: OptimizerState, optimizer: Optimizer) -> None:
-    """Put a hook on an optimizer that raises if ``optimizer.step()`` is called with scaled gradients."""
+    """Register a step hook that raises if ``optimizer.step()`` is called with scaled gradients."""
     known = weakref.ref(state)
 
     def refuse(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""GradScaler: keep gradients representable, step safely."""
+"""GradScaler scales losses, unscales gradients, and skips optimizer steps whose gradients overflow."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ _IN_AN_ITERATION: Final = (
 class GradScaler(TorchNames):
     """Scale losses, unscale gradients, and skip optimizer steps whose gradients overflow.
 
-    This class replaces :class:`torch.amp.GradScaler`, with the same methods and the same numbers. In
-    addition, each gradient is divided exactly once, by the loss scale that its loss was multiplied by, for
-    any number of optimizers, losses and calls::
+    This class replaces :class:`torch.amp.GradScaler`. It has the same methods and gives the same numbers. In
+    addition, each gradient is divided exactly once by the loss scale of its loss, no matter how many
+    optimizers, losses and calls there are::
 
         scale(loss)       Apply a requested update, and return the loss times the loss scale.
         backward begins   Multiply gradients that have another loss scale, or none, by new/old.
         step(optimizer)   Unscale the gradients, and step if all gradients on all ranks are finite.
-        update()          Request an update. The loss scale changes once no registered optimizer has scaled
-                          gradients that it has not used. end_iteration(), get_scale() and the next scale()
-                          change the loss scale at once, and multiply such gradients by new/old.
+        update()          Request an update. The loss scale changes once no registered optimizer has unused
+                          scaled gradients. end_iteration(), get_scale() and the next scale() change the
+                          loss scale at once, and multiply unused scaled gradients by new/old.
 
     Args:
         {options}
@@ -112,7 +112,7 @@ class GradScaler(TorchNames):
         self._start(Shared(rule, options.losses, ranks, device=device, enabled=enabled), skipped_before=0)
 
     def _start(self, shared: Shared, skipped_before: int) -> None:
-        """Make the objects that are neither copied nor pickled."""
+        """Create the objects that are neither copied nor pickled."""
         log, options = StepLog(skipped_before), shared.options
         if options.on_nonfinite == "raise":
             log.subscribe(raise_for_nonfinite(max(1.0, options.floor) if options.dynamic else math.inf))
@@ -128,11 +128,11 @@ class GradScaler(TorchNames):
     def scale(self, outputs: T, *, name: str | None = None) -> T:
         """Multiply a loss, or every tensor of a container of losses, by the loss scale.
 
-        An update that was requested is applied first. There is no host sync.
+        A requested update is applied first. There is no host sync.
 
         Args:
             outputs: A tensor, or a list, tuple, named tuple, dict or other iterable of tensors.
-            name: A name in the option ``losses``. Then the loss scale of that name is used.
+            name: A name in the option ``losses``, which selects the loss scale with that name.
 
         Returns:
             The same structure with scaled tensors. A float16 tensor becomes float32, so that the product does
@@ -166,19 +166,19 @@ class GradScaler(TorchNames):
 
     @outside_graphs
     def register(self, *optimizers: Optimizer, names: Any = None) -> None:
-        """Make optimizers known before their first step.
+        """Register optimizers before their first step.
 
         A plain loop with one optimizer does not need this method. With several optimizers, the loss scale
         does not change while a registered optimizer has scaled gradients.
 
         Args:
             *optimizers: The optimizers.
-            names: The names of their parameters, for :meth:`last_step`'s ``overflow_report()``: a module, the
-                pairs of ``module.named_parameters()``, or a mapping of names to parameters.
+            names: A module, the pairs of ``module.named_parameters()``, or a mapping of names to parameters.
+                Overflow reports use these names.
 
         Raises:
-            TypeError: An argument is not an optimizer, or ``names`` has none of these types.
-            ValueError: ``names`` contains none of the parameters of one of the optimizers.
+            TypeError: An argument is not an optimizer, or ``names`` is of none of these types.
+            ValueError: ``names`` contains no parameter of one of the optimizers.
         """
         named = checked_names(names)
         own = {id(param) for param in named.values()}
@@ -230,10 +230,10 @@ class GradScaler(TorchNames):
     def _step_as_overridden(
         self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, StepResult] | None:
-        """Call the methods that the program has replaced where ``torch.amp.GradScaler.step()`` calls them.
+        """Call the program's own methods at the points where ``torch.amp.GradScaler.step()`` calls them.
 
         Returns:
-            The result of the program's ``_maybe_opt_step``; None if the step is still to be taken.
+            The result of the program's ``_maybe_opt_step``; None if the step has not been taken yet.
         """
         unscales = self._is_overridden("unscale_") or self._is_overridden("_unscale_grads_")
         steps = self._is_overridden("_maybe_opt_step")
@@ -300,7 +300,7 @@ class GradScaler(TorchNames):
 
         Args:
             optimizer_or_params: An optimizer, or parameters of optimizers that the scaler knows.
-            clip_value: Largest absolute value. Infinite elements are clipped too, and the step is still
+            clip_value: Largest absolute value. Infinite elements are clipped too, but the step is still
                 skipped.
 
         Raises:
@@ -322,9 +322,9 @@ class GradScaler(TorchNames):
     ) -> StepResult:
         """Clip the norm of the unscaled gradients and step, in one pass over the gradients where possible.
 
-        Weights and gradients are afterwards the same as after :meth:`clip_grad_norm_` and :meth:`step`::
+        Afterwards, weights and gradients are the same as after :meth:`clip_grad_norm_` and :meth:`step`::
 
-            norm = || unscaled gradients ||_p         (over all ranks, float32: one read)
+            norm = || unscaled gradients ||_p         (over all ranks, float32, one read)
             step with gradients * min(1, max_norm / (norm + 1e-6))     (one pass, skipped on overflow)
 
         Any optimizer is allowed. If no kernel can step the optimizer in one pass, the gradients are clipped
@@ -335,9 +335,9 @@ class GradScaler(TorchNames):
             optimizer: The optimizer.
             max_norm: Largest norm.
             norm_type: The p of the p-norm. ``inf``, ``-inf`` and 0 are allowed.
-            error_if_nonfinite: True to raise if the norm is not finite. This is a host sync. After the error,
-                weights and gradients are as before the call. With a closure, the gradients are those of the
-                last call of the closure.
+            error_if_nonfinite: True to raise if the norm is not finite. This is a host sync. If it raises,
+                weights and gradients are as they were before the call. With a closure, the gradients are
+                those of the last call of the closure.
             closure: As for the optimizer's ``step``. The gradients of each call are clipped.
 
         Returns:
@@ -345,7 +345,8 @@ class GradScaler(TorchNames):
             it (float32, 0-dim). No host sync.
 
         Raises:
-            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; or as :meth:`step`.
+            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; or for the reasons listed
+                in :meth:`step`.
             AssertionError: As :meth:`step`.
             TypeError: An argument has the wrong type.
             ValueError: ``max_norm`` is negative or nan.
@@ -374,18 +375,18 @@ class GradScaler(TorchNames):
 
     @outside_graphs
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale the gradients, and call ``optimizer.step`` unless a gradient is not finite.
+        """Unscale the gradients, and call ``optimizer.step`` if all gradients are finite.
 
         A disabled scaler checks gradients too. After this call, ``.grad`` contains the unscaled and clipped
-        gradients, also if the step was skipped.
+        gradients, even if the step was skipped.
 
-        Steps in one pass and steps of fused optimizers do not wait for the device, except for the first step
-        of fused SGD with momentum. All other steps wait for the device. An optimizer without gradients may
-        step if another optimizer of this scaler has gradients.
+        One-pass steps and steps of fused optimizers do not wait for the device, except for the first step of
+        fused SGD with momentum. All other steps wait for the device. An optimizer without gradients is
+        allowed to step if another optimizer of this scaler has gradients.
 
         Args:
             optimizer: The optimizer.
-            *args: Passed to ``optimizer.step``. If the first one is callable, it is a closure.
+            *args: Passed to ``optimizer.step``. If the first argument is callable, it is used as the closure.
             **kwargs: Passed to ``optimizer.step``. A ``closure`` scales its loss and runs backward itself.
 
         Returns:
@@ -393,14 +394,14 @@ class GradScaler(TorchNames):
             step with a closure returns the loss. :meth:`last_step` returns the details.
 
         Raises:
-            RuntimeError: This method was called twice, and there are no new gradients.
+            RuntimeError: This method was called twice without new gradients.
             AssertionError: No loss has been scaled yet, or no optimizer has a gradient. As in torch.
             FloatingPointError: With ``on_min_scale="raise"``, the step was skipped at the smallest scale.
                 With ``on_nonfinite="raise"``, the step was skipped, and a lower loss scale would not help. On
-                a GPU a later call raises the error, as soon as the host knows of the skip.
+                a GPU the error is raised by a later call, once the host knows that the step was skipped.
         """
         if not (self.is_enabled() or is_optimizer(optimizer)):
-            return optimizer.step(*args, **kwargs)  # as in torch, any object with a step() passes
+            return optimizer.step(*args, **kwargs)  # as in torch, any object with a step() is accepted
         self._records.meet(optimizer)
         if self.is_enabled() and takes_scaler(optimizer):
             warnings.warn(_PASSED_ITSELF, FutureWarning, stacklevel=2)
@@ -425,14 +426,14 @@ class GradScaler(TorchNames):
     def landed(self, optimizer: Optimizer, *, wait: bool = True) -> bool:
         """Return True if the optimizer's last step was taken, and False if it was skipped.
 
-        Use it for averages of weights, target networks and counters: ``if scaler.landed(optimizer):
-        average.update_parameters(model)``.
+        Use it for weight averaging, target networks and counters, as in the example.
 
         Args:
             optimizer: The optimizer, after its step.
-            wait: True waits for the device after a step in one pass or a fused step on a GPU, which is a host
-                sync. False never waits. Then the host learns of a skipped step about one step later, and this
-                method returns False for that later step instead. It returns False once for each skip.
+            wait: If True, wait for the device after a one-pass or fused step on a GPU, which is a host sync.
+                If False, never wait. Without waiting, the host learns of a skipped step about one step late,
+                and this method returns False for that later step instead. It returns False once for each
+                skip.
 
         Raises:
             RuntimeError: The optimizer has not stepped yet.
@@ -460,7 +461,7 @@ class GradScaler(TorchNames):
 
     @outside_graphs
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
-        """Return how many steps of one optimizer, or of all (None), were skipped. This is a host sync."""
+        """Return the number of skipped steps of one optimizer; None means all optimizers. Host sync."""
         if optimizer is None:
             return self.core.log.skipped_steps()
         state = self.core.find(optimizer)
@@ -475,8 +476,8 @@ class GradScaler(TorchNames):
                 multiplied by new/old.
 
         Raises:
-            AssertionError: No loss has been scaled yet. Or ``new_scale`` is None, and since the last update
-                no gradient was unscaled, clipped or used by a step. As in torch.
+            AssertionError: No loss has been scaled yet; or ``new_scale`` is None, and no gradient has been
+                unscaled, clipped or used by a step since the last update. As in torch.
             FloatingPointError: As :meth:`step`, if the host learns only now that a step was skipped.
         """
         shared = self.core.shared
@@ -493,9 +494,9 @@ class GradScaler(TorchNames):
     def end_iteration(self) -> None:
         """Apply a requested update now.
 
-        Lightning's and Accelerate's adapters call this method where an iteration ends. Scaled gradients that
-        no optimizer has used yet are multiplied by new/old. If one of these gradients is float16, the loss
-        scale changes only after the optimizer has stepped.
+        The adapters for Lightning and Accelerate call this method at the end of each iteration. Scaled
+        gradients that no optimizer has used yet are multiplied by new/old. If one of these gradients is
+        float16, the loss scale changes only after the optimizer has stepped.
 
         Raises:
             FloatingPointError: As :meth:`update`.
@@ -505,7 +506,7 @@ class GradScaler(TorchNames):
 
     @outside_graphs
     def get_scale(self, name: str | None = None) -> float:
-        """Return the scale as a number; 1.0 if disabled. This is a host sync.
+        """Return the loss scale as a Python float; 1.0 if disabled. This is a host sync.
 
         A requested update of the loss scale is applied first, as :meth:`end_iteration` does.
 
@@ -527,9 +528,9 @@ class GradScaler(TorchNames):
         Returns:
             ``{}`` if disabled; else ``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval`` and
             ``_growth_tracker``, as in torch. The key ``amp_plugin`` is added if a step was skipped, or if one
-            of the options ``hysteresis``, ``losses`` and ``on_spike`` is used. It contains
+            of the options ``hysteresis``, ``losses`` and ``on_spike`` is set. It contains
             ``hysteresis_tracker``, ``skipped_steps``, the states of named ``losses`` and, with ``on_spike``,
-            ``spikes``: the statistics of each optimizer. With ``on_spike`` a disabled scaler returns only
+            the statistics of each optimizer as ``spikes``. A disabled scaler with ``on_spike`` returns only
             these statistics.
 
         Raises:
@@ -542,12 +543,12 @@ class GradScaler(TorchNames):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a saved state, ours or torch.amp's.
 
-        If the dict is not the state of a scaler, there is a warning, and nothing is loaded. Scaled gradients
+        If the dict is not the state of a scaler, a warning is issued and nothing is loaded. Scaled gradients
         that no optimizer has used yet are converted to the loaded loss scale.
 
         Raises:
             KeyError: The state lacks some of torch's keys.
-            RuntimeError: The state is empty, as in torch. Or there is a scaled float16 gradient that no
+            RuntimeError: The state is empty, as in torch; or there is a scaled float16 gradient that no
                 optimizer has used yet.
         """
         if not self.is_enabled():
@@ -559,13 +560,16 @@ class GradScaler(TorchNames):
             self.core.log.start_over(self.core.shared.load_state_dict(state_dict))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy between iterations, with the same process groups. Optimizers and gradients are not copied."""
+        """Copy the scaler, but no optimizers or gradients.
+
+        The copy uses the same process groups. Raise in the middle of an iteration.
+        """
         twin = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return twin
 
     def __copy__(self) -> Self:
-        """Copy as ``copy.deepcopy`` does, because two scalers cannot share a loss scale."""
+        """Return a deep copy, because two scalers cannot share a loss scale."""
         return copy.deepcopy(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -576,7 +580,7 @@ class GradScaler(TorchNames):
         self._start(shared, skipped_before)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes except those that :meth:`_start` makes.
+        """Return all attributes except those that :meth:`_start` creates.
 
         Raise in the middle of an iteration.
         """

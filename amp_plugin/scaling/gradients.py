@@ -1,8 +1,8 @@
 """Groups the gradients of an optimizer into batches. One kernel call measures or multiplies a batch.
 
-The gradients of a batch are on one device and have one shard layout. The kernel gets the values of a sparse
-gradient, and the local tensor of a DTensor. The native core collects gradients about ten times as fast as
-Python.
+The gradients of a batch are on one device and have one shard layout. For a sparse gradient, the kernel gets
+its values; for a DTensor, it gets the local tensor. The native core collects gradients about ten times as
+fast as Python.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ShardLayout(NamedTuple):
 
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: Sequence[Any]) -> ShardLayout:
-        """Return the layout of a DTensor. FSDP2 with tensor parallelism has its own classes of placements."""
+        """Return the layout of a DTensor. FSDP2 with tensor parallelism has its own placement classes."""
         return cls(mesh, tuple(not (kind.is_replicate() or kind.is_partial()) for kind in placements))
 
     def replicas(self) -> int:
@@ -53,7 +53,7 @@ class Measurement(NamedTuple):
     layout: ShardLayout | None = None  # None if every rank holds all of them
 
     def of(self, params: Sequence[Tensor]) -> Iterator[Measurement]:
-        """Yield a measurement of only those gradients whose parameter is in ``params``, if there are some."""
+        """Yield the part of the measurement that belongs to ``params``, if there is one."""
         wanted = {id(param) for param in params}
         rows = [i for i, param in enumerate(self.params) if id(param) in wanted]
         if rows:
@@ -63,9 +63,9 @@ class Measurement(NamedTuple):
 
 
 def joined(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Join measurements of the same gradients. The result has an overflow if one of them has.
+    """Join measurements of the same gradients. The result has an overflow if any of them has one.
 
-    A clip by value turns inf into a finite number, so the overflow found before it must be kept.
+    Clipping by value turns inf into a finite number, so an overflow found before the clip must be kept.
     """
     kept: dict[Any, Measurement] = {}
     for new in measurements:
@@ -77,9 +77,9 @@ def joined(measurements: Iterable[Measurement]) -> list[Measurement]:
 
 
 def forgotten_if_zero(earlier: Iterable[Measurement]) -> list[Measurement]:
-    """Return the measurements, with no overflow in those whose gradients are all zero or None by now.
+    """Return the measurements, without overflows where all gradients are zero or None by now.
 
-    Setting gradients to zero discards a batch, with its overflows. There is no host sync.
+    Setting gradients to zero discards a batch together with its overflows. There is no host sync.
     """
     kept = []
     for old in earlier:
@@ -92,7 +92,7 @@ def forgotten_if_zero(earlier: Iterable[Measurement]) -> list[Measurement]:
 
 
 class GradientBatch(NamedTuple):
-    """Gradients for one kernel call. ``run(name, ...)`` calls the op with that name on them."""
+    """Gradients for one kernel call. ``run(name, ...)`` calls the named op on the gradients."""
 
     device: torch.device
     layout: ShardLayout | None
@@ -117,7 +117,7 @@ class GradientBatch(NamedTuple):
 def measured(
     params: list[Tensor], scale: LossScale | Tensor | None, norm_type: float = 2.0, *, write: bool = False
 ) -> list[Measurement]:
-    """Measure gradients divided by a loss scale. With ``write``, write the quotients to the gradients.
+    """Measure gradients divided by a loss scale. With ``write``, also store the quotients in the gradients.
 
     If ``scale`` is a tensor (float32, 0-dim), gradients are multiplied by that number instead.
     """
@@ -136,14 +136,15 @@ def multiply_(
 ) -> None:
     """Multiply the gradients of parameters by a number on the device (0-dim).
 
-    With ``max_norm``, ``factor`` is the norm of the gradients, which are clipped unless ``found_inf`` is 1.
+    If ``max_norm`` is given, ``factor`` is the norm of the gradients, and they are clipped unless
+    ``found_inf`` is 1.
     """
     for batch in batches_of(params):
         batch.multiply_(factor, max_norm, found_inf)
 
 
 def batches_of(params: list[Tensor]) -> list[GradientBatch]:
-    """Return the present gradients of ``params`` in batches.
+    """Return the current gradients of ``params`` in batches.
 
     If the native core is loaded, it collects gradients that are plain tensors or shards of DTensors.
     """
@@ -183,7 +184,10 @@ def first_float16(params: list[Tensor]) -> Tensor | None:
 
 
 def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
-    """Return the gradients of ``params`` in batches. Some unusual gradients are replaced in ``.grad``."""
+    """Return the gradients of ``params`` in batches.
+
+    Some unusual gradients are replaced in ``.grad`` first.
+    """
     found: dict[tuple[torch.device, ShardLayout | None, Any], tuple[list[Tensor], list[Tensor]]] = {}
     for param in params:
         if param.grad is None:
@@ -221,7 +225,7 @@ def _run(tensors: list[Tensor], op: str, *arguments: Any) -> Any:
 
 
 def _run_with_duplicates(grads: list[Tensor], op: str, *arguments: Any) -> Any:
-    """Unscale values with equal indices before they are added, as torch.amp does.
+    """Unscale values that share an index before adding them, as torch.amp does.
 
     Scaled sums may overflow.
     """
@@ -271,7 +275,7 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def parameter_layouts(params: Sequence[Tensor]) -> tuple[ShardLayout, ...]:
-    """Return every layout that the gradients of ``params`` may have, in the same order on every rank."""
+    """Return every layout that the gradients of ``params`` can have, in the same order on every rank."""
     sharded: list[Any] = [param for param in params if _is_dtensor(param)]
     return tuple(dict.fromkeys(ShardLayout.of(param.device_mesh, param.placements) for param in sharded))
 
@@ -279,8 +283,8 @@ def parameter_layouts(params: Sequence[Tensor]) -> tuple[ShardLayout, ...]:
 def match_memory_order(optimizer: Optimizer) -> None:
     """Copy gradients and states whose strides differ from those of their parameter.
 
-    torch's fused step on the CPU walks through memory, and would combine the wrong elements. Hooks and
-    ``autograd.grad`` may make gradients with other strides.
+    torch's fused CPU step goes through memory in order, so it would combine the wrong elements. Hooks and
+    ``autograd.grad`` can produce gradients with other strides.
     """
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if p.is_cpu and p.dim()] if group.get("fused") else []
@@ -295,7 +299,7 @@ def match_memory_order(optimizer: Optimizer) -> None:
 def _match_states(params: list[Tensor], optimizer: Optimizer) -> None:
     """Copy states whose strides differ from their parameter's.
 
-    All states of a parameter have equal strides.
+    All states of a parameter have the same strides.
     """
     states: Any = optimizer.state
     example = next((param for param in params if param in states), None)

@@ -1,7 +1,7 @@
-"""Loss scales: a number on the device and the rule by which it changes.
+"""LossScale is a number on the device, with the rule by which it changes.
 
-A loss scale and its trackers of growth and hysteresis are tensors on the device. One op updates them there,
-by the rule of :func:`amp_plugin.kernels.reference.update_scale_`, so an update does not wait for the host.
+A loss scale, its growth tracker and its hysteresis tracker are tensors on the device. One op updates them
+there by the rule of :func:`amp_plugin.kernels.reference.update_scale_`, so an update needs no host sync.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LossScale:
     Attributes:
         options: The options that it was made with.
         growth_factor: The factor by which the scale grows. ``growth_factor``, ``backoff_factor`` and
-            ``growth_interval`` may be changed while training.
+            ``growth_interval`` may be changed during training.
         backoff_factor: The factor by which the scale shrinks after an overflow.
         growth_interval: The number of good steps before the scale grows; 0 for a constant scale.
         init_scale: The first value.
@@ -66,18 +66,18 @@ class LossScale:
 
     @property
     def edition(self) -> tuple[int, int]:
-        """A pair of numbers that changes if the scale may have changed, also by a write to its tensor."""
+        """A pair of numbers that changes if the scale may have changed, even by a write to its tensor."""
         value = self.require()
         return self.generation, 0 if value.is_inference() else value._version
 
     def materialize(self, device: torch.device | str) -> Tensor:
-        """Return the tensor of the scale. If it does not exist, make it on ``device``."""
+        """Return the scale's tensor, which is created on ``device`` if it does not exist yet."""
         if self.value is None:
             self.replace(torch.full((), self.init_scale, dtype=torch.float32, device=device))
         return self.require()
 
     def require(self) -> Tensor:
-        """Return the tensor of the scale, or raise RuntimeError if it does not exist."""
+        """Return the scale's tensor, or raise RuntimeError if it does not exist yet."""
         if self.value is None:
             msg = "the loss scale has no tensor yet; call scaler.scale(loss) first"
             raise RuntimeError(msg)
@@ -122,11 +122,11 @@ class LossScale:
         return widened(output) * self.snapshot(output.device)
 
     def multiply_in_graph(self, output: Tensor) -> Tensor:
-        """Return ``output`` times the scale at the time when a compiled graph runs."""
+        """Return ``output`` times the scale, which is read each time the compiled graph runs."""
         return widened(output) * moved(self.materialize(output.device).clone(), output.device)
 
     def change_from_now_on(self) -> Change:
-        """Return a function that returns the later scale divided by the present one, without a host sync."""
+        """Return a function that, when called later, returns the new scale divided by the present one."""
         edition, before = self.edition, self.snapshot()
         return lambda: None if self.edition == edition else self.require() / before
 
@@ -135,7 +135,7 @@ class LossScale:
 
         Args:
             found_inf: 1.0 if there was an overflow, else 0.0 (float32, 0-dim).
-            includes: Flags that were recorded earlier, and that ``found_inf`` is the maximum of.
+            includes: Flags recorded earlier that ``found_inf`` already includes, because it is their maximum.
         """
         found_inf, before = moved(found_inf, self.require().device), self.found_inf
         if before is None or any(before is flag for flag in (found_inf, *includes)):
@@ -144,13 +144,16 @@ class LossScale:
             self.found_inf = torch.maximum(before, found_inf)
 
     def replace_checks(self, found_infs: Iterable[Tensor], *, keep: bool) -> None:
-        """Replace the recorded overflow flags. With ``keep``, keep the flags of updates requested earlier."""
+        """Replace the recorded overflow flags. With ``keep``, keep those of updates requested earlier."""
         self.found_inf = self.found_inf if keep else None
         for found_inf in found_infs:
             self.record(found_inf)
 
     def update_(self) -> None:
-        """Update the scale by the recorded overflow flags, with one op. A constant scale does not change."""
+        """Update the scale from the recorded overflow flags, with one op.
+
+        A constant scale does not change.
+        """
         found, self.found_inf = self.found_inf, None
         options = self.options
         if found is None or not options.dynamic:
@@ -163,7 +166,7 @@ class LossScale:
         self._forget_snapshots()
 
     def publish(self) -> None:
-        """After an update, append the new scale to the list that StepResult objects of earlier steps keep."""
+        """After an update, append the new scale to the list that StepResult objects of earlier steps hold."""
         self.later.append(self.snapshot())
         self.later = []
 
@@ -180,7 +183,7 @@ class LossScale:
         return self.init_scale if self.value is None else self.value.item()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state under torch's keys. A constant scale writes torch's default factors. Host sync."""
+        """Return the state under torch's keys. A constant scale saves torch's default factors. Host sync."""
         rule = self if self.options.dynamic else LossScaleOptions()
         return {
             "scale": self.item(),
@@ -190,7 +193,7 @@ class LossScale:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load a saved state. If the tensor of the scale exists, write to it."""
+        """Load a saved state. If the scale's tensor exists, it is overwritten in place."""
         self.init_scale = float(saved["scale"])
         self.growth_tracker.fill_(int(saved.get("_growth_tracker", 0)))
         if HYSTERESIS in saved:
@@ -235,12 +238,12 @@ def is_state(given: Any) -> bool:
 
 
 def widened(output: Tensor) -> Tensor:
-    """Convert float16 to float32, except 0-dim tensors, which a multiplication with the scale converts."""
+    """Convert float16 to float32, except for 0-dim tensors, which multiplying by the scale converts."""
     return output.float() if output.dtype is torch.float16 and output.dim() else output
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on ``device``. Only a copy to the host waits; other copies are ordered by streams."""
+    """Return a tensor on ``device``. Only a copy to the host waits; streams order other copies."""
     if tensor.device == device:
         return tensor
     to_host = device.type == "cpu" and tensor.device.type != "cpu"
@@ -248,7 +251,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def stream_number(device: torch.device) -> int:
-    """Return the id of the current stream. A tensor that one stream makes may not be ready on another."""
+    """Return the id of the current stream. A tensor made on one stream might not be ready on another."""
     return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
 
 
@@ -259,13 +262,13 @@ def capturing(device: torch.device) -> bool:
 
 @cache
 def _one(device: torch.device, stream: int) -> Tensor:
-    """Return a tensor with the value 1. It is made once for each stream of a device."""
+    """Return a tensor with the value 1, which is made once for each stream of a device."""
     del stream
     return torch.ones((), dtype=torch.float32, device=device)
 
 
 def divisor_of(scale: LossScale | None, device: torch.device) -> tuple[Tensor, bool]:
-    """Return the number that unscales on ``device`` (float32, 0-dim), and whether to divide by it."""
+    """Return the number that unscales gradients on ``device`` (float32, 0-dim), and whether to divide."""
     if scale is None:
         # Captured graphs and fake tensors need a tensor of their own.
         own = capturing(device) or torch._guards.detect_fake_mode() is not None

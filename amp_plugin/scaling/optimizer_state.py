@@ -1,7 +1,7 @@
 """OptimizerState measures, unscales and clips the gradients of one optimizer between two steps.
 
 The ledger says by which loss scale each gradient is multiplied. This module multiplies and divides the
-gradients, combines norms and overflow flags over all ranks, and keeps them until the step.
+gradients, combines norms and overflow flags over all ranks, and keeps the results until the step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _OWN_UNSCALING = (
 )
 
 _WRITTEN: Final = -1  # takes the place of the number of updates if a program has set the stage to READY
-_MOST_KEPT = 16  # more measurements since the last step are joined
+_MOST_KEPT = 16  # if there are more measurements since the last step, they are joined
 _numbers = itertools.count(1)
 
 
@@ -63,17 +63,17 @@ class OptimizerState:
     Attributes:
         shared: The state that all optimizers of the scaler share.
         ledger: The ledger of its gradients.
-        names: The names of parameters that were given to ``register()``.
+        names: The parameter names that were given to ``register()``.
         layouts: The shard layouts of the parameters, in the same order on all ranks.
         backwards: The number of scaled backward passes since the scaler first saw the optimizer.
         norm: The norm of the unscaled gradients before the first clip (float32, 0-dim); None if it was not
             measured.
         norm_type: The p of that p-norm.
-        found_inf_per_device: Maps a device to 1.0 if an overflow was found since the last step. A program may
-            write to this dict.
+        found_inf_per_device: Maps each device to 1.0 if an overflow was found there since the last step. A
+            program may write to this dict.
         measurements: The measurements since the last step. They say which parameters overflowed.
-        contributions: Loss scales from which gradients were converted, each with its overflow flag.
-        judged: The result of ``judge_step_`` for the step that is being taken; None if it was not judged.
+        contributions: The loss scales that gradients were converted from, each with its overflow flag.
+        judged: The result of ``judge_step_`` for the current step; None if the step was not judged.
         result: The result of the last step.
     """
 
@@ -83,7 +83,7 @@ class OptimizerState:
         self.names: Names = {}
         self.ledger: Any = make_ledger([], (), None)
         self.layouts: tuple[ShardLayout, ...] = ()
-        self.backwards = self._answered = 0  # ``_answered``: ``backwards`` at the last unscaling or step
+        self.backwards = self._answered = 0  # ``_answered`` is its value at the last unscaling or step
         self._sharers: list[OptimizerState] = []  # states of other optimizers that share parameters
         self.result: StepResult | None = None
         # The optimizer's last stage, and the number of updates that had been requested when it was set.
@@ -96,8 +96,8 @@ class OptimizerState:
         self.norm_type, self._norm_at = 2.0, 0
         self.found_inf_per_device: dict[Any, Tensor] = {}
         self.measurements: list[Measurement] = []
-        self._loss_scales: dict[LossScale, None] = {}  # the loss scales by which losses were multiplied
-        # Loss scales from which gradients were converted, with the overflow flags found then.
+        self._loss_scales: dict[LossScale, None] = {}  # the loss scales applied to losses
+        # Loss scales that gradients were converted from, with the overflow flags found in the conversion.
         self.contributions: list[tuple[LossScale, Tensor]] = []
         self.judged: Tensor | None = None
 
@@ -113,7 +113,7 @@ class OptimizerState:
 
     @property
     def spans_ranks(self) -> bool:
-        """Whether several ranks decide together if the step is skipped."""
+        """Whether several ranks decide together whether to skip a step."""
         return bool(self.shared.ranks or self.layouts)
 
     @property
@@ -124,7 +124,7 @@ class OptimizerState:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a scaled backward pass has begun since its last step or requested unscaling."""
+        """Whether a scaled backward pass has begun since the optimizer's last step or requested unscaling."""
         return self.backwards > self._answered
 
     def _use(self, stage: OptState, *, answers: bool = True) -> None:
@@ -138,9 +138,10 @@ class OptimizerState:
 
         Args:
             params: The parameters.
-            others: The states of all optimizers of the scaler. Their records of shared parameters are used.
+            others: The states of all optimizers of the scaler. The new ledger reuses their records of shared
+                parameters.
             last: The loss scale of the last scaled backward pass, which gradients of new parameters carry.
-                None if there was no such pass. Then they carry the default loss scale, as in torch.amp.
+                None if there was no such pass, so that they carry the default loss scale, as in torch.amp.
         """
         mine = {id(param) for param in self.params}
         new = [param for param in params if id(param) not in mine]
@@ -153,12 +154,12 @@ class OptimizerState:
         self.layouts = parameter_layouts(params)
 
     def share(self, others: list[OptimizerState]) -> None:
-        """Note which other optimizers share parameters with this optimizer."""
+        """Record which other optimizers share parameters with this optimizer."""
         mine = {id(param) for param in self.params}
         self._sharers = [o for o in others if o is not self and not mine.isdisjoint(map(id, o.params))]
 
     def hear(self, measurements: Iterable[Measurement], params: list[Tensor]) -> None:
-        """Add overflows that another optimizer has found in shared parameters, so that both skip."""
+        """Add overflows that another optimizer has found in shared parameters, so that both skip the step."""
         for found in (part for kept in measurements for part in kept.of(params)):
             self.measurements.append(found)
             self._find(found.found_inf)
@@ -173,7 +174,7 @@ class OptimizerState:
     def parts(self) -> list[tuple[LossScale | None, list[Tensor], bool]]:
         """Return the parameters grouped by loss scale.
 
-        A scale by which no loss was multiplied becomes None.
+        A loss scale that has not been used to scale a loss is replaced by None.
         """
         return [
             (None if scale is None or scale.value is None else scale, params, changed)
@@ -181,11 +182,14 @@ class OptimizerState:
         ]
 
     def scales_carried(self) -> set[LossScale | None]:
-        """Return the loss scales that multiply the gradients; None stands for unscaled gradients."""
+        """Return the loss scales that the gradients carry; None stands for unscaled gradients."""
         return {scale for scale, _, _ in self.parts()}
 
     def delays_update(self) -> bool:
-        """Return whether this optimizer must step before the loss scale changes, the same on all ranks."""
+        """Return whether this optimizer must step before the loss scale changes.
+
+        All ranks return the same.
+        """
         return self.is_awaited if self.spans_ranks else bool(self.ledger.waits())
 
     def parameter_names(self) -> list[str]:
@@ -201,12 +205,12 @@ class OptimizerState:
         return self.parameter_names()[next(i for i, own in enumerate(self.params) if own is param)]
 
     def begin_call(self) -> None:
-        """Treat gradients as scaled in the cases in which torch.amp does, even if no backward pass was seen.
+        """Assume that gradients are scaled where torch.amp does, even if no scaled backward pass was seen.
 
-        Our hooks do not see a compiled backward pass, a replayed CUDA graph, or a loss times ``get_scale()``.
-        After a step and an update, all gradients count as scaled, because writes through ``.data``, NumPy or
-        a collective change no version counter. After ``unscale_`` and an update, only gradients that have a
-        new address count as scaled.
+        Our hooks do not see compiled backward passes, replayed CUDA graphs, or losses multiplied by
+        ``get_scale()``. After a step and an update, all gradients count as scaled, because writes through
+        ``.data``, NumPy or a collective do not change the version counter. After ``unscale_`` and an update,
+        only gradients whose address has changed count as scaled.
         """
         default, used, now = self.shared.default, self._used[1], self.shared.updates
         if default.value is None or not self.shared.enabled or used == now:
@@ -224,13 +228,13 @@ class OptimizerState:
             for name, param in zip(self.parameter_names(), self.params, strict=True)
             if param.grad is not None and measured([param], None)[0].norm.item() != 0
         ]
-        if named:  # zero_grad(set_to_none=False) makes gradients of zeros
+        if named:  # zero_grad(set_to_none=False) leaves gradients of zeros
             kind, backward = type(self.optimizer).__name__, self.shared.words.backward
             some = ", ".join(named[:3])
             raise RuntimeError(_STRAYS.format(kind=kind, count=len(named), some=some, backward=backward))
 
     def begin_backward(self, scale: LossScale) -> None:
-        """Prepare for gradients of a loss times ``scale``: convert the present gradients to that scale."""
+        """Convert the present gradients to ``scale`` before a backward pass from a loss times ``scale``."""
         if self.ledger.has_gradients():
             self._forget_if_zero()
         else:
@@ -257,9 +261,9 @@ class OptimizerState:
         self.ledger.begin_backward(scale)
 
     def contribute(self, scale: LossScale, found: list[Measurement], *, was_awaited: bool) -> None:
-        """Note a loss scale from which gradients were converted, with the overflows that were found then.
+        """Record a loss scale that gradients were converted from, with the overflows found in the conversion.
 
-        All ranks note the same loss scales. The next measurement tells them whether there was an overflow.
+        All ranks record the same loss scales. The next measurement tells them whether there was an overflow.
         """
         overflows = [measurement.found_inf for measurement in found]
         if self.spans_ranks:
@@ -349,15 +353,15 @@ class OptimizerState:
         return found_now
 
     def _forget_earlier(self) -> None:
-        """Forget overflows that were found earlier, if they cannot belong to the present batch."""
+        """Forget overflows that were found earlier, if they cannot belong to the current batch."""
         if not self.shared.enabled:
-            # An overflow of a discarded batch could not be told from an overflow of this batch.
+            # Otherwise, an overflow of a discarded batch would count as an overflow of this batch.
             self.forget_overflows()
         elif self.stage is OptState.READY:
             self._forget_if_zero()  # an update came after those overflows
 
     def _record(self, found: Tensor, earlier: list[Tensor], *, counts: bool) -> None:
-        """Record the overflow flag for all loss scales by which losses of these gradients were multiplied."""
+        """Record the overflow flag for every loss scale that was applied to a loss of these gradients."""
         for loss_scale in self._loss_scales if counts else ():
             loss_scale.record(found, includes=earlier)
         for loss_scale, overflow in self.contributions:
@@ -390,7 +394,7 @@ class OptimizerState:
         return found
 
     def unscale_by(self, unscale: Callable[[Tensor], dict[Any, Tensor]]) -> None:
-        """Unscale the gradients with a program's own ``_unscale_grads_``, and keep the overflows it returns.
+        """Unscale the gradients with a program's own ``_unscale_grads_``, and keep the flags it returns.
 
         Args:
             unscale: A function that takes the loss scale (float32, 0-dim). It returns a dict that maps each
@@ -427,17 +431,17 @@ class OptimizerState:
         self._use_as(stage)
 
     def write_found(self, found_inf_per_device: dict[Any, Tensor]) -> None:
-        """Replace the overflow flags by those that a program has written into torch's record."""
+        """Replace the overflow flags with those that a program has written into torch's record."""
         self.forget_overflows()
         self.found_inf_per_device = found_inf_per_device
 
     def switch(self, enabled: bool) -> None:
-        """Continue after loss scaling was switched on or off. When it is off, gradients are unscaled."""
+        """Adapt to loss scaling being switched on or off. When it is off, gradients count as unscaled."""
         if not enabled:
             self.ledger.carry_nothing(0, self.shared.updates, False)
             self._answered = self.backwards
         elif self.stage is OptState.STEPPED:
-            # The optimizer may have stepped meanwhile, and no update followed.
+            # The optimizer may have stepped in the meantime, without an update.
             self.write_stage(OptState.READY)
 
     def _use_as(self, stage: OptState) -> None:
@@ -483,12 +487,12 @@ class OptimizerState:
         return judged[5], found_inf, None if in_place else judged[1]
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the optimizer's step, which our hook must not refuse."""
+        """Call the optimizer's step without letting our hook refuse it."""
         with own_step(self.optimizer):
             return step(*args, **kwargs)
 
     def refuse_step_past_scaler(self) -> None:
-        """Raise if ``optimizer.step()`` is called past the scaler, and a gradient is scaled, inf or nan.
+        """Raise if ``optimizer.step()`` bypasses the scaler while a gradient is scaled, inf or nan.
 
         The host waits for the device only if the gradients were unscaled before.
         """

@@ -9,8 +9,8 @@ plan      who divides the gradients by scale and clip  who skips               s
 `Plain`   they are divided in place before             the host                one     any other optimizer
 ========= ============================================ ======================= ======= ===================
 
-A sync is a wait of the host for the device. If a kernel can step the
-optimizer in one pass, that plan is preferred, on CPUs and on GPUs.
+A sync means that the host waits for the device. On CPUs and GPUs alike, `OnePass` is preferred if a kernel
+can step the optimizer in one pass.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class OnePass:
             divisor: The number by which the kernel divides the gradients (float32, 0-dim); None means 1.
 
         Returns:
-            The result of the optimizer's step, and whether it was skipped. The second is None if only the
-            device knows.
+            The result of the optimizer's step, and whether it was skipped. The second value is None if only
+            the device knows.
         """
         del call
         optimizer: Any = state.optimizer
@@ -71,14 +71,14 @@ class OnePass:
 
 @dataclass(frozen=True)
 class Fused:
-    """The optimizer's own step, which itself skips if a gradient is inf or nan.
+    """The optimizer's own step, which skips by itself if a gradient is inf or nan.
 
-    It is torch's fused kernel, after gradients were unscaled and clipped in place. Or it is a step with an
-    argument ``grad_scaler=``, which unscales the gradients too.
+    This is either torch's fused kernel, after gradients were unscaled and clipped in place, or a step with
+    the argument ``grad_scaler=``, which unscales the gradients too.
     """
 
     how: str  # for people
-    divides: bool  # True if the step takes the scaler, and unscales the gradients
+    divides: bool  # True if the step takes the scaler and unscales the gradients itself
 
     def take(self, state: OptimizerState, call: Call, found: Tensor, divisor: Tensor | None) -> Taken:
         """Step as :meth:`OnePass.take` does. The divisor is not used."""
@@ -87,7 +87,7 @@ class Fused:
         if self.divides:
             return call(), skipped
         if skipped is not None and not state.shared.enabled:
-            return _take_unless(found, optimizer, call)  # the bits of torch's step without a scaler
+            return _take_unless(found, optimizer, call)  # bitwise like torch's step without a scaler
         if any(param.grad is not None for param in _without_momentum(optimizer)) and found.item() > 0:
             return None, True
         with _kernel_reads(optimizer, found):
@@ -115,11 +115,11 @@ Plan = OnePass | Fused | Plain
 
 
 def choose(optimizer: Optimizer, why_not: str, *, scales: bool) -> Plan:
-    """Choose how to step with the present gradients.
+    """Choose how to step with the current gradients.
 
     Args:
         optimizer: The optimizer, or an optimizer that wraps it.
-        why_not: A text that says why this optimizer cannot step in one pass; empty if it can.
+        why_not: The reason why this optimizer cannot step in one pass; empty if it can.
         scales: True if losses are scaled.
     """
     if not why_not:
@@ -135,7 +135,7 @@ def choose(optimizer: Optimizer, why_not: str, *, scales: bool) -> Plan:
 
 
 def why_not_one_pass(state: OptimizerState, optimizer: Optimizer, *, has_arguments: bool) -> str:
-    """Return why this optimizer cannot step in one pass, whatever the gradients are; empty if it can."""
+    """Return why this optimizer cannot step in one pass with any gradients; empty if it can."""
     if has_arguments:
         return "step() was given arguments"
     if not state.shared.options.one_pass:
@@ -152,7 +152,7 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 
 def takes_scaler(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's ``step`` has an argument ``grad_scaler``, which torch still allows."""
+    """Return whether the optimizer's ``step`` takes ``grad_scaler=``, which torch still supports."""
     kind: Any = type(optimizer)
     return getattr(optimizer, "_step_supports_amp_scaling", False) and _has_grad_scaler(kind)
 
@@ -163,7 +163,7 @@ def _has_grad_scaler(kind: Any) -> bool:
 
 
 def _take_unless(found: Tensor, optimizer: Optimizer, call: Call) -> Taken:
-    """Wait for ``found``, and step unless it is 1."""
+    """Wait for the flag ``found``, and step unless it is 1."""
     captured = capturing(found.device)
     if captured:
         warn_user(
@@ -176,7 +176,7 @@ def _take_unless(found: Tensor, optimizer: Optimizer, call: Call) -> Taken:
 
 @contextmanager
 def _kernel_reads(optimizer: Any, found: Tensor) -> Iterator[None]:
-    """Set ``found_inf`` of an optimizer, which its fused kernel reads. Then restore the user's value."""
+    """Set the optimizer's ``found_inf``, which its fused kernel reads, and restore it after the block."""
     # CPU parameters need found_inf on the CPU. torch would copy it without waiting for the copy.
     on_host = not found.is_cpu and any(param.is_cpu for param in params_of(optimizer))
     own = {name: getattr(optimizer, name) for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)}

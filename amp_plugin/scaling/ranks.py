@@ -1,4 +1,4 @@
-"""Combines norms and overflow flags, so that all ranks take the same decision.
+"""Combines norms and overflow flags, so that all ranks make the same decision.
 
 One op packs norm**p and the overflow flag into one tensor. Collectives add up the packed tensors, and another
 op computes the norm from the sum. Along a mesh dimension that shards a gradient, norm**p is added up. Along a
@@ -40,9 +40,9 @@ class Ranks:
     """The processes that decide together.
 
     Args:
-        agree: Process groups whose ranks all skip a step, or all take it.
+        agree: Process groups whose ranks must all take a step or all skip it.
         sharded: Process groups whose ranks hold different shards of gradients. Norms are combined over these
-            groups, and their ranks also take the same decision.
+            groups, and their ranks also make the same decision.
     """
 
     def __init__(self, agree: Sequence[ProcessGroup] = (), sharded: Sequence[ProcessGroup] = ()) -> None:
@@ -81,7 +81,7 @@ class Ranks:
             measurements: The measurements of this rank.
             norm_type: The p of the p-norm.
             device: The device of the results.
-            layouts: Every shard layout that gradients may have, in the same order on all ranks.
+            layouts: Every shard layout that gradients can have, in the same order on all ranks.
             earlier: Overflow flags found earlier (float32, 0-dim).
 
         Returns:
@@ -146,7 +146,7 @@ def _pack(
 
 
 def _agree_on_core(groups: Sequence[ProcessGroup], device: torch.device) -> None:
-    """Raise unless all ranks have the same native core and CUDA kernels, whose last bits agree."""
+    """Raise unless all ranks use the same native core and CUDA kernels, so that results agree bitwise."""
     cuda = cuda_core(device.index).identity if device.type == "cuda" else 0
     loaded = torch.tensor([float(native_core().loaded), float(cuda)], device=device)
     most, least = loaded, -loaded
@@ -167,7 +167,7 @@ def _agree_on_core(groups: Sequence[ProcessGroup], device: torch.device) -> None
 
 
 def rank_of_process() -> int | None:
-    """Return the rank of this process, from torch.distributed or the variable RANK; None without ranks."""
+    """Return this process's rank, from torch.distributed or the environment variable RANK, or None."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return int(torch.distributed.get_rank())
     return int(os.environ["RANK"]) if os.environ.get("RANK", "").isdecimal() else None

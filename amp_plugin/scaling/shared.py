@@ -1,4 +1,4 @@
-"""Shared: the loss scales, ranks and options that all optimizers of a scaler use."""
+"""Shared holds the loss scales, ranks and options that all optimizers of a scaler use."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Shared:
         device: As given.
         enabled: As given.
         words: How error texts spell calls.
-        scales_all: True if the entry point, such as Lightning, runs every scaled backward pass itself. Then
-            gradients from other backward passes are known not to be scaled.
+        scales_all: True if the entry point, such as Lightning, runs every scaled backward pass itself. In
+            that case, gradients from other backward passes are known to be unscaled.
         spikes: Judges whether a step is a spike.
         updates: The number of updates that have been requested. After an update, all optimizers are in the
             stage READY again.
@@ -82,9 +82,9 @@ class Shared:
         """Set the calls that error texts name.
 
         Args:
-            words: The calls as the user of the entry point writes them.
-            scales_all: True if the entry point runs every scaled backward pass itself. Then gradients from
-                other backward passes are not scaled.
+            words: The calls, spelled as users of the entry point write them.
+            scales_all: True if the entry point runs every scaled backward pass itself. In that case,
+                gradients from other backward passes are not scaled.
         """
         self.words, self.scales_all = words, scales_all
 
@@ -98,11 +98,11 @@ class Shared:
         self.has_checked = False
 
     def note_check(self) -> None:
-        """Note that gradients were checked for inf and nan, so that an update may follow."""
+        """Record that gradients were checked for inf and nan, so that an update may follow."""
         self.has_checked = True
 
     def scale_of(self, name: str | None) -> LossScale:
-        """Return the loss scale of a loss by its name. None stands for the default loss scale."""
+        """Return the loss scale for losses with this name. None stands for the default loss scale."""
         if name not in self.scales:
             known = ", ".join(filter(None, self.scales)) or "none"
             msg = f"loss {name!r} is not known; the constructor's losses= named: {known}"
@@ -110,19 +110,19 @@ class Shared:
         return self.scales[name]
 
     def used_scales(self) -> list[LossScale]:
-        """Return the loss scales by which a loss was multiplied."""
+        """Return the loss scales that have been used to scale a loss."""
         return [scale for scale in self.scales.values() if scale.value is not None]
 
     @property
     def scale_device(self) -> torch.device | None:
-        """The device that holds the loss scales; None if none has been used."""
+        """The device that holds the loss scales; None if no loss scale has been used."""
         return next((scale.require().device for scale in self.used_scales()), None)
 
     def require_scale(self, call: str, target: Any = ()) -> None:
         """Raise AssertionError if no loss has been scaled.
 
-        Lightning and Accelerate scale all losses themselves, and their first batches may have no loss. Then,
-        if no parameter has a gradient, no error is raised, and the loss scale gets its first value.
+        Lightning and Accelerate scale all losses themselves, and their first batches may have no loss. If no
+        parameter has a gradient in such a batch, no error is raised, and the loss scale is initialized.
 
         Args:
             call: The name of the method that needs the loss scale.
@@ -139,8 +139,8 @@ class Shared:
     def state_dict(self, skipped_steps: int) -> dict[str, Any]:
         """Return the state of a scaler, with torch's keys. A disabled scaler has none. This is a host sync.
 
-        The key ``amp_plugin`` is added for numbers that torch's keys cannot express: a number of skipped
-        steps, a hysteresis, the loss scales of named losses, or the statistics of spikes.
+        The key ``amp_plugin`` is added for numbers that torch's keys cannot express, such as the skip count,
+        the hysteresis, the loss scales of named losses and the statistics of spikes.
         """
         spikes = self.spikes.state_dict()
         if not self.enabled:

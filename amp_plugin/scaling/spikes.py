@@ -1,4 +1,4 @@
-"""Spikes: steps whose gradient norm or loss is far above its running mean.
+"""Spikes are steps whose gradient norm or loss is far above its running mean.
 
 ::
 
@@ -6,8 +6,8 @@
     judge(step)       Decide with one op on the device whether the step is a spike, and update the mean.
     raise_for_spike   Raise SpikeError, once the host knows that the step was a spike.
 
-The running mean and deviation of norms or losses are tensors on the device. Therefore a step does not wait
-for the host, also if it is skipped or clipped as a spike. :func:`amp_plugin.kernels.reference.judge_step_` is
+The running mean and deviation of norms or losses are tensors on the device. Therefore a step needs no host
+sync, even if it is skipped or clipped as a spike. :func:`amp_plugin.kernels.reference.judge_step_` defines
 the rule.
 """
 
@@ -25,9 +25,9 @@ from amp_plugin.options import Spike
 from amp_plugin.scaling.loss_scale import moved
 from amp_plugin.scaling.step_log import StepResult, reference_to
 
-# A norm below this multiple of the mean is not a spike, because some recipes often have such norms.
+# A norm below this multiple of the mean is not a spike, because such norms are common in some recipes.
 _LEAST_FACTOR = 4.0
-# The deviation of losses is at least this part of their mean. A constant loss has a deviation near 0.
+# The deviation of losses is at least this fraction of their mean. A constant loss has a deviation near 0.
 _LEAST_LOSS_DEVIATION = 0.01
 
 _KEY = "spikes"
@@ -39,7 +39,7 @@ _NO_LOSS = (
 
 
 class SpikeError(RuntimeError):
-    """A step was a spike, and ``on_spike`` has ``action="raise"``. The weights are those before that step.
+    """Raised if a step is a spike and ``on_spike`` has ``action="raise"``. The step changes no weights.
 
     A trainer can load its last checkpoint, skip some batches, and continue. The next step is judged again.
 
@@ -72,7 +72,7 @@ class Spikes:
     """Judges steps by the rule of ``on_spike=``, and keeps the statistics of each optimizer.
 
     The statistics of an optimizer are a tensor (float32 ``[4]``, on the optimizer's device). It contains the
-    mean, the variance, the number of steps, and 1 if an earlier spike has yet to be raised.
+    mean, the variance, the number of steps, and 1 if the error of an earlier spike has yet to be raised.
 
     Args:
         rule: What counts as a spike. With None no step is judged.
@@ -104,22 +104,22 @@ class Spikes:
         trackers: Sequence[Tensor],
         backward: str,
     ) -> Tensor | None:
-        """Judge a step, in one launch and without a host sync.
+        """Judge a step with one kernel launch and without a host sync.
 
-        With ``of="loss"`` on several ranks, the losses are added up by one collective.
+        With ``of="loss"`` on several ranks, one collective adds up the losses.
 
         Args:
             optimizer: The optimizer that steps.
             norms: The norm of the gradients before any clip, and their present norm (float32, 0-dim).
             found_inf: 1.0 if a gradient is not finite (float32, 0-dim).
             trackers: The growth trackers of the loss scales by which the losses were multiplied.
-            backward: How the user runs a backward pass, for an error text.
+            backward: The user's call that runs a backward pass, for an error message.
 
         Returns:
             The result of ``judge_step_``; None without ``on_spike``.
 
         Raises:
-            RuntimeError: ``of="loss"``, and there was no loss before this step.
+            RuntimeError: ``of="loss"`` is set, but there was no loss before this step.
         """
         rule, (before, now) = self._rule, norms
         if rule is None:
@@ -174,7 +174,7 @@ class Spikes:
         """Raise SpikeError if the step was a spike, and ``action`` is ``"raise"``. Later steps can be taken.
 
         Args:
-            before: A function that is called before the error, so that the optimizer may step again.
+            before: A function to call before the error is raised, so that the optimizer may step again.
             step: The result of the step.
         """
         rule, judged = self._rule, step.judged
@@ -193,7 +193,7 @@ class Spikes:
         return {} if self._rule is None else {_KEY: known + self._saved}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load saved statistics. Optimizers get them in the order in which they first step."""
+        """Load saved statistics, which go to the optimizers in the order of their first steps."""
         if self._rule is not None and _KEY in saved:
             self._known, self._saved = [], [[float(number) for number in numbers] for numbers in saved[_KEY]]
 

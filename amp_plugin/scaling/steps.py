@@ -2,7 +2,7 @@
 
 ::
 
-    choose       Choose a plan: a step in one pass, a fused step or a plain step.
+    choose       Choose among a one-pass step, a fused step and a plain step.
     measure      Measure the norm of the gradients and found_inf in one read.
     combine      Combine both numbers over all ranks.
     judge        With on_spike=, decide whether the step is a spike.
@@ -10,7 +10,7 @@
     take         Step unless found_inf is 1. The host waits for found_inf only in a plain step.
     close        Record that the gradients are unscaled, and add the StepResult to the log.
 
-A step in one pass unscales and clips the gradients while it reads them, and writes them back to ``.grad``.
+A one-pass step unscales and clips the gradients while it reads them, and writes them back to ``.grad``.
 Before a fused or plain step, gradients are unscaled and clipped in place. After every step ``.grad`` is
 unscaled and clipped, even if the step was skipped.
 """
@@ -52,7 +52,7 @@ _NOTHING_CHECKED = (
 def take_step(
     core: ScalerCore, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], clip: NormClip | None = None
 ) -> tuple[Any, StepResult]:
-    """Step an optimizer, for :meth:`amp_plugin.GradScaler.step` and ``clip_and_step``."""
+    """Step an optimizer on behalf of :meth:`amp_plugin.GradScaler.step` and ``clip_and_step``."""
     shared = core.shared
     if not (shared.enabled or shared.checks):
         return _take_unchecked(core, optimizer, args, kwargs, clip)
@@ -81,7 +81,7 @@ def take_step(
 def _take_after_closure(
     state: OptimizerState, closure: Callable[[], Any], call: Callable[[], Any], clip: NormClip | None
 ) -> tuple[Any, StepResult]:
-    """Run the closure, then step in one pass. Torch's own steps of these optimizers run the closure first."""
+    """Run the closure, then step in one pass. Torch's own steps for these optimizers also run it first."""
     value, is_scaled = closures.run(state, closure), state.shared.enabled
     if is_scaled:
         state.shared.require_scale("step", state.params)
@@ -98,7 +98,7 @@ def _take(
         clip.refuse_nonfinite(state.measure(unscale=False, norm_type=clip.norm_type)[0])
     plan = choose(optimizer, why_not, scales=state.shared.enabled)
     scales, is_one_pass = state.scales_carried(), isinstance(plan, OnePass)
-    divides = plan.divides and len(scales) == 1  # else no single number divides all gradients
+    divides = plan.divides and len(scales) == 1  # otherwise no single divisor fits all gradients
     if not is_one_pass:
         match_memory_order(optimizer)
     norm_type = state.norm_type if clip is None else clip.norm_type
@@ -122,7 +122,7 @@ def _take(
 def take_step_by(
     core: ScalerCore, state: OptimizerState, maybe_step: Callable[[], Any]
 ) -> tuple[Any, StepResult]:
-    """Unscale and check gradients, and call the ``_maybe_opt_step`` of a program.
+    """Unscale and check the gradients, and call the program's own ``_maybe_opt_step``.
 
     The host waits for the device.
     """
@@ -155,7 +155,7 @@ def refuse_nothing_checked(core: ScalerCore, state: OptimizerState) -> None:
 
 
 def _has_checked(state: OptimizerState) -> bool:
-    """Return whether an optimizer has gradients, or has used some since the last scaled backward."""
+    """Return whether an optimizer has gradients, or has used some since the last scaled backward pass."""
     return bool(state.ledger.has_gradients()) or (state.backwards > 0 and not state.is_awaited)
 
 

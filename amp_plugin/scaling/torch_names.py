@@ -1,10 +1,10 @@
 """The attributes and methods of torch.amp.GradScaler that other code uses: getters, setters, private names.
 
-Lightning, Accelerate and others check ``isinstance(scaler, torch.amp.GradScaler)``. They read or write
-``_scale``, ``_device``, ``_lazy_init_scale_growth_tracker`` or ``_per_optimizer_states``. No code of
-torch's class changes anything here, because every such method is overridden. A program's own
-``_unscale_grads_`` or ``_maybe_opt_step`` is called where torch.amp calls it. A write into
-``_per_optimizer_states`` changes the states of this scaler.
+Lightning, Accelerate and others check ``isinstance(scaler, torch.amp.GradScaler)``, and read or write
+``_scale``, ``_device``, ``_lazy_init_scale_growth_tracker`` or ``_per_optimizer_states``. Methods of torch's
+class never change this scaler, because all that would are overridden. If a program overrides
+``_unscale_grads_`` or ``_maybe_opt_step``, its method is called where torch.amp calls it. Writing to
+``_per_optimizer_states`` changes the state of this scaler's optimizers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from amp_plugin.scaling.optimizer_state import OptimizerState
 
 
 def _of_loss_scale(name: str) -> Any:
-    """Return a property for an attribute of the default loss scale. Programs also set it."""
+    """Return a property that gets and sets an attribute of the default loss scale."""
     return property(attrgetter(f"loss_scale.{name}"), lambda self, new: setattr(self.loss_scale, name, new))
 
 
@@ -34,7 +34,7 @@ class TorchNames(torch.amp.GradScaler):
     """torch's getters, setters and private attributes, which read and write our loss scales and states."""
 
     def _take_core(self, core: ScalerCore) -> None:
-        """Set the ScalerCore, whose states are shown under torch's names."""
+        """Set the ScalerCore, whose states are exposed under torch's names."""
         self.core, self._records = core, OptimizerRecords(core)
 
     _enabled = property(
@@ -78,7 +78,7 @@ class TorchNames(torch.amp.GradScaler):
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval.
 
-        If as many good steps are past, the scale grows after the next good step.
+        If that many good steps have already passed, the scale grows after the next good step.
         """
         self._dynamic("set_growth_interval").growth_interval = whole("growth_interval", new_interval)
 
@@ -113,23 +113,24 @@ _FOUND: Final = "found_inf_per_device"
 class OptimizerRecords(dict[int, "OptimizerRecord"]):
     """torch's ``_per_optimizer_states``, computed from the OptimizerState objects of the scaler.
 
-    This dict maps the id of an optimizer to a record of its stage and its overflows. Programs read it, write
-    to it, clear it and replace it. As in torch, ``update()`` lowers the loss scale if a record has an
+    This dict maps the id of an optimizer to a record of its stage and its overflows. Programs can read,
+    write, clear and replace this dict. As in torch, ``update()`` lowers the loss scale if a record has an
     overflow, and then clears the dict.
     """
 
     def __init__(self, core: ScalerCore) -> None:
         super().__init__()
         self._core = core
-        # Entries that a program has written and that OptimizerState has no attribute for, until the next
-        # update. ``_own`` maps an optimizer's id to such entries. It is empty if no record was used since the
-        # last update. ``_found`` maps an optimizer's id and its stage to overflow flags.
+        # ``_own`` maps an optimizer's id to entries that a program has written, until the next update.
+        # These entries match no attribute of OptimizerState.
+        # It is empty if no record was used since the last update.
+        # ``_found`` maps an optimizer's id and its stage to overflow flags.
         self._own: dict[int, dict[str, Any]] = {}
         self._found: dict[tuple[int, OptState], dict[Any, Tensor]] = {}
         self._wrapped: dict[int, int] = {}  # maps the id of a wrapper to the id of the optimizer inside
 
     def own(self, key: int) -> dict[str, Any]:
-        """Return the entries of a record for which OptimizerState has no attribute."""
+        """Return the entries of a record that match no attribute of OptimizerState."""
         return self._own.setdefault(key, {})
 
     def state_of(self, key: int) -> OptimizerState | None:
@@ -159,7 +160,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         self._found[key, stage] = found
 
     def meet(self, optimizer: Any) -> None:
-        """Use the entries that a program has written before the scaler knew the optimizer."""
+        """Apply the entries that a program wrote before the scaler knew the optimizer."""
         key = id(optimizer)
         written = self._own.get(key, {})
         values = {str(name): written.pop(name) for name in (_FOUND, _STAGE) if name in written}
@@ -172,7 +173,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         """Let an update use the overflow flags in the records, and then clear the records.
 
         Args:
-            keep: True if an earlier update is still requested, whose overflows count too.
+            keep: True if an earlier update is still pending, so that its overflows count too.
         """
         if self._own and len(self._core.shared.scales) == 1:
             for state in self._core:
@@ -185,7 +186,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         super().clear()
 
     def replace(self, records: Mapping[int, Mapping[str, Any]]) -> None:
-        """Replace all records by those that a program has assigned."""
+        """Replace all records with those that a program has assigned."""
         given = {key: dict(record) for key, record in records.items()}
         for state in self._core:
             self[id(state.optimizer)]
@@ -195,7 +196,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
             self[key].update(record)
 
     def __missing__(self, key: int) -> OptimizerRecord:
-        """Return a new record, as torch's defaultdict does, also for an unknown optimizer."""
+        """Return a new record, as torch's defaultdict does, even for an unknown optimizer."""
         record = OptimizerRecord(self, key)
         super().__setitem__(key, record)
         return record
@@ -207,7 +208,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         self[key].update(given)
 
     def __delitem__(self, key: int) -> None:
-        """Forget the overflows. Afterwards the optimizer may be unscaled and stepped again."""
+        """Forget the overflows. Afterwards, the optimizer may unscale and step again."""
         super().__delitem__(key)
         if (state := self.state_of(key)) is not None:
             self.write_stage(key, state, OptState.READY)
@@ -238,7 +239,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
 
 
 class OptimizerRecord(MutableMapping[str, Any]):
-    """torch's record of one optimizer: stage, overflows by device, and entries that a program adds."""
+    """torch's record of one optimizer, with its stage, its overflows by device, and a program's entries."""
 
     def __init__(self, records: OptimizerRecords, key: int) -> None:
         self._records, self._key = records, key

@@ -1,8 +1,8 @@
-"""Multiplies scaled gradients by new/old if a backward pass has another loss scale, or if the scale changes.
+"""Multiplies scaled gradients by new/old when a backward pass uses another loss scale or the scale changes.
 
-Only a backward pass from a scaled loss makes scaled gradients. A version counter does not tell a backward
+Only a backward pass from a scaled loss produces scaled gradients. A version counter cannot tell a backward
 pass from a clip. Therefore a hook on the scaled loss records each backward pass. The hook runs before the
-pass makes any gradient of a parameter.
+pass computes the gradient of any parameter.
 
 ``update()`` is a request. The scale changes once no gradient depends on the old scale.
 """
@@ -50,7 +50,7 @@ _FLOAT16_WAITS = (
 
 
 def watch(core: ScalerCore, output: Tensor, scale: LossScale) -> None:
-    """Put a hook on a scaled loss that records its backward passes. Under functorch no hook is put on."""
+    """Register a hook on a scaled loss to record its backward passes. Under functorch there is no hook."""
     if not output.requires_grad or torch._C._functorch.maybe_current_level() is not None:
         return
     hook = partial(_begin, weakref.ref(core), scale, scale.change_from_now_on())
@@ -62,7 +62,7 @@ def _begin(
 ) -> Tensor | None:
     """Record that a backward pass begins.
 
-    If the scale has changed since ``scale()``, correct the gradient.
+    If the scale has changed since ``scale()`` was called, correct the gradient.
     """
     if (known := core()) is not None:
         _begin_backward(known, scale)
@@ -96,7 +96,7 @@ def _unscale_again(states: list[OptimizerState]) -> None:
 
 
 def request(core: ScalerCore) -> None:
-    """Request an update of the loss scales. If no gradient depends on the old scale, apply it at once."""
+    """Request an update of the loss scales, and apply it at once if no gradient depends on the old scale."""
     if not core.shared.has_checked:
         is_awaited = core.last_scale is not None and all(state.is_awaited for state in core)
         why = _NO_STEP.format(step=core.shared.words.step) if is_awaited else _NO_BACKWARD
@@ -131,10 +131,10 @@ def set_scale(core: ScalerCore, new_scale: float | Tensor) -> None:
 
 @contextmanager
 def set_by_hand(core: ScalerCore, call: str) -> Iterator[None]:
-    """Let the block set loss scales, and then multiply scaled gradients by new/old.
+    """Multiply scaled gradients by new/old after the block has set loss scales.
 
     Raises:
-        RuntimeError: There are scaled float16 gradients, which would lose small numbers.
+        RuntimeError: There are scaled float16 gradients, whose small values would be lost.
     """
     for name in _float16_names(core):
         raise RuntimeError(_FLOAT16_WAITS.format(call=call, name=name))
@@ -144,7 +144,7 @@ def set_by_hand(core: ScalerCore, call: str) -> Iterator[None]:
 
 @contextmanager
 def _changing(core: ScalerCore) -> Iterator[None]:
-    """Let the block change loss scales, and then multiply scaled gradients by new/old."""
+    """Multiply scaled gradients by new/old after the block has changed loss scales."""
     before = [(scale, scale.edition, scale.snapshot()) for scale in core.shared.used_scales()]
     yield
     core.await_update(False)
@@ -156,7 +156,10 @@ def _changing(core: ScalerCore) -> Iterator[None]:
 
 
 def _float16_names(core: ScalerCore, *, pending: bool = False) -> Iterator[str]:
-    """Yield the names of scaled float16 gradients. With ``pending``, skip optimizers that need not step."""
+    """Yield the names of scaled float16 gradients.
+
+    With ``pending``, skip optimizers that have no step due.
+    """
     for state in core:
         for scale, params, _ in state.parts() if not pending or state.ledger.waits() else ():
             param = None if scale is None else first_float16(params)
@@ -165,7 +168,7 @@ def _float16_names(core: ScalerCore, *, pending: bool = False) -> Iterator[str]:
 
 
 def is_watched(output: object) -> bool:
-    """Return whether an object is a scaled loss, which has our hook."""
+    """Return whether an object is a scaled loss that has our hook."""
     hooks = getattr(output, "_backward_hooks", None) or {}
     return any(isinstance(hook, partial) and hook.func is _begin for hook in hooks.values())
 
