@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amp_plugin.mistakes import MISTAKES
+from amp_plugin.module_paths import module_paths
 from amp_plugin.scaling.gradients import (
     Measurement,
     ShardLayout,
@@ -201,8 +202,10 @@ class OptimizerState:
         self.names.update((id(param), (param, name)) for name, param in named.items())
 
     def name_of(self, param: Tensor) -> str:
-        """Return the name of one parameter of this optimizer."""
-        return self.parameter_names()[next(i for i, own in enumerate(self.params) if own is param)]
+        """Return the name of one parameter, for an error. If nobody named it, all modules are searched."""
+        paths = {id(own): (own, path) for path, own in module_paths([param]).items()}
+        names = names_of(self.params, self._optimizer(), paths | self.names)
+        return names[next(i for i, own in enumerate(self.params) if own is param)]
 
     def begin_call(self) -> None:
         """Assume that gradients are scaled where torch.amp does, even if no scaled backward pass was seen.

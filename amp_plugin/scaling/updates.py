@@ -111,7 +111,7 @@ def settle(core: ScalerCore, *, force: bool) -> None:
     if not core.awaits_update or (not force and core.delays_update()):
         return
     joined = core.refresh_joined()
-    if any(_float16_names(core, pending=True)) if force else joined and core.delays_update():
+    if any(_float16_gradients(core, pending=True)) if force else joined and core.delays_update():
         return
     with _changing(core):
         for loss_scale in core.shared.used_scales():
@@ -136,8 +136,8 @@ def set_by_hand(core: ScalerCore, call: str) -> Iterator[None]:
     Raises:
         RuntimeError: There are scaled float16 gradients, whose small values would be lost.
     """
-    for name in _float16_names(core):
-        raise RuntimeError(_FLOAT16_WAITS.format(call=call, name=name))
+    for state, param in _float16_gradients(core):
+        raise RuntimeError(_FLOAT16_WAITS.format(call=call, name=state.name_of(param)))
     with _changing(core):
         yield
 
@@ -155,8 +155,8 @@ def _changing(core: ScalerCore) -> Iterator[None]:
         scale.publish()
 
 
-def _float16_names(core: ScalerCore, *, pending: bool = False) -> Iterator[str]:
-    """Yield the names of scaled float16 gradients.
+def _float16_gradients(core: ScalerCore, *, pending: bool = False) -> Iterator[tuple[OptimizerState, Tensor]]:
+    """Yield parameters with scaled float16 gradients, each with the state of its optimizer.
 
     With ``pending``, skip optimizers that have no step due.
     """
@@ -164,7 +164,7 @@ def _float16_names(core: ScalerCore, *, pending: bool = False) -> Iterator[str]:
         for scale, params, _ in state.parts() if not pending or state.ledger.waits() else ():
             param = None if scale is None else first_float16(params)
             if param is not None:
-                yield state.name_of(param)
+                yield state, param
 
 
 def is_watched(output: object) -> bool:

@@ -8,7 +8,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from amp_plugin import FabricAmpPrecision
+from amp_plugin import FabricAmpPrecision, GradScaler
 from amp_plugin.adapters.ignite import IgnitePrecision
 from tests.adapters.accelerate_pair import ours
 
@@ -88,3 +88,16 @@ def test_the_warning_and_the_error_for_float16_name_it(step):
 def test_the_report_of_an_overflow_names_it(step):
     scaler, optimizer = step(torch.float32, [torch.ones(3, 4), torch.full((3, 4), math.inf)])
     assert "Contrastive.scale.temperature" in str(scaler.last_step(optimizer).overflow_report())
+
+
+@pytest.mark.parametrize(("allowed", "call"), [(False, "step"), (False, "unscale_"), (True, "update")])
+def test_the_errors_of_a_plain_loop_name_it(allowed, call):
+    model, loss, optimizer = program(torch.float16)
+    scaler = GradScaler("cpu", init_scale=8.0, fp16_gradients=allowed)
+    scaler.scale(loss(model(torch.ones(3, 4)))).backward()
+    argument = 2.0 if allowed else optimizer
+    for names in ({}, {"mine": loss.scale["temperature"]}):
+        scaler.register(optimizer, names=names)
+        expected = next(iter(names), r"Contrastive\.scale\.temperature")
+        with pytest.raises((ValueError, RuntimeError), match=f"arameter '{expected}'"):
+            getattr(scaler, call)(argument)
