@@ -83,7 +83,7 @@ class GradScaler(TorchNames):
 
     Raises:
         TypeError: An option is unknown, or its value has the wrong type.
-        ValueError: A number is out of range, or a word is unknown.
+        ValueError: A number is out of range, or a string is not an allowed value.
 
     Example:
         >>> import torch
@@ -426,7 +426,7 @@ class GradScaler(TorchNames):
     def landed(self, optimizer: Optimizer, *, wait: bool = True) -> bool:
         """Return True if the optimizer's last step was taken, and False if it was skipped.
 
-        Use it for weight averaging, target networks and counters, as in the example.
+        Use this method for weight averaging, target networks and counters, as in the example.
 
         Args:
             optimizer: The optimizer, after its step.
@@ -478,7 +478,7 @@ class GradScaler(TorchNames):
         Raises:
             AssertionError: No loss has been scaled yet; or ``new_scale`` is None, and no gradient has been
                 unscaled, clipped or used by a step since the last update. As in torch.
-            FloatingPointError: As :meth:`step`, if the host learns only now that a step was skipped.
+            FloatingPointError: As in :meth:`step`, if the host learns only now that a step was skipped.
         """
         shared = self.core.shared
         self.core.log.read()

@@ -31,8 +31,8 @@ changes the records. These sentences complete the table:
   without a scaled backward pass in between. Writes through ``.data``, NumPy or a collective do not change the
   version counter. Therefore the gradient counts as scaled, whether or not its version has changed. If the
   optimizer has unscaled but not stepped, the gradient counts as scaled only if its address has changed.
-- A program may write READY into torch's record of an optimizer, or remove the record. Then its gradients
-  count as after a step and an update. They also carry S again when the next backward pass begins.
+- A program may write READY into torch's record of an optimizer, or remove the record. Its gradients then
+  count as they do after a step and an update. They also carry S again when the next backward pass begins.
 
 The ledger also knows whether a backward pass or the user has changed a gradient. Each time it looks at a
 gradient, it records the gradient's address and version counter, to compare them later::

@@ -144,7 +144,7 @@ class LossScale:
             self.found_inf = torch.maximum(before, found_inf)
 
     def replace_checks(self, found_infs: Iterable[Tensor], *, keep: bool) -> None:
-        """Replace the recorded overflow flags. With ``keep``, keep those of updates requested earlier."""
+        """Replace the recorded overflow flags. With ``keep``, keep flags of earlier requested updates."""
         self.found_inf = self.found_inf if keep else None
         for found_inf in found_infs:
             self.record(found_inf)

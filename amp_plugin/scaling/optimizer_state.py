@@ -266,7 +266,8 @@ class OptimizerState:
     def contribute(self, scale: LossScale, found: list[Measurement], *, was_awaited: bool) -> None:
         """Record a loss scale that gradients were converted from, with the overflows found in the conversion.
 
-        All ranks record the same loss scales. The next measurement tells them whether there was an overflow.
+        All ranks record the same loss scales. The next measurement tells all of them whether there was an
+        overflow.
         """
         overflows = [measurement.found_inf for measurement in found]
         if self.spans_ranks:
@@ -389,7 +390,7 @@ class OptimizerState:
             on_request: True if the user has called ``unscale_``, which is allowed once. False for a clip.
 
         Returns:
-            Norm and found_inf, as in :meth:`measure`.
+            The norm and found_inf, as in :meth:`measure`.
         """
         self.begin_call()
         found = self.measure(unscale=True, norm_type=norm_type, on_request=on_request)
@@ -473,9 +474,9 @@ class OptimizerState:
             in_place: True to clip the gradients in this method if the step is a spike.
 
         Returns:
-            Three values. The first is the norm of the gradients that the step uses. The second is 1.0 if the
-            step must be skipped (float32, 0-dim). The third is the factor by which the caller must multiply
-            the gradients; None means 1.
+            Three values. The first value is the norm of the gradients that the step uses. The second value is
+            1.0 if the step must be skipped (float32, 0-dim). The third value is the factor by which the
+            caller must multiply the gradients; None means 1.
         """
         before, spikes = norm if self.norm is None else self.norm, self.shared.spikes
         trackers = [scale.growth_tracker for scale in self._loss_scales]

@@ -97,8 +97,8 @@ def gradient_penalty(
 
     Args:
         outputs: The tensors to differentiate. A critic's scores are summed.
-        inputs: The tensors with respect to which the outputs are differentiated. They are samples, or for
-            ``"l2"`` also parameters.
+        inputs: The tensors with respect to which the outputs are differentiated. With ``"wgan-gp"`` they are
+            samples; with ``"l2"`` they can also be parameters.
         scaler: The scaler whose scale is used.
         kind: The penalty.
         target: The norm at which the penalty is 0, for ``kind="wgan-gp"``.

@@ -2,7 +2,7 @@
 
 ::
 
-    hear(loss)        Note a loss whose backward pass is about to begin.
+    hear(loss)        Record a loss whose backward pass is about to begin.
     judge(step)       Decide with one op on the device whether the step is a spike, and update the mean.
     raise_for_spike   Raise SpikeError, once the host knows that the step was a spike.
 
@@ -71,8 +71,9 @@ class SpikeError(RuntimeError):
 class Spikes:
     """Judges steps by the rule of ``on_spike=``, and keeps the statistics of each optimizer.
 
-    The statistics of an optimizer are a tensor (float32 ``[4]``, on the optimizer's device). It contains the
-    mean, the variance, the number of steps, and 1 if the error of an earlier spike has yet to be raised.
+    The statistics of an optimizer are a tensor (float32 ``[4]``, on the optimizer's device). The tensor
+    contains the mean, the variance, the number of steps, and 1 if the error of an earlier spike has yet to be
+    raised.
 
     Args:
         rule: What counts as a spike. With None no step is judged.

@@ -179,7 +179,7 @@ class StepResult:
 
         Returns:
             CUDA events that signal when the copies are complete, and a StepResult that contains the copies.
-            Once they are complete, reading that StepResult does not wait for the device.
+            Once the copies are complete, reading that StepResult does not wait for the device.
         """
         names = [name for name in _NUMBERS if getattr(self, name) is not None]
         flags = self._flags if self.skipped else ()

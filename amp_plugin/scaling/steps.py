@@ -81,7 +81,7 @@ def take_step(
 def _take_after_closure(
     state: OptimizerState, closure: Callable[[], Any], call: Callable[[], Any], clip: NormClip | None
 ) -> tuple[Any, StepResult]:
-    """Run the closure, then step in one pass. Torch's own steps for these optimizers also run it first."""
+    """Run the closure, then step in one pass. Torch's own steps also run the closure first."""
     value, is_scaled = closures.run(state, closure), state.shared.enabled
     if is_scaled:
         state.shared.require_scale("step", state.params)
@@ -142,8 +142,8 @@ def refuse_nothing_checked(core: ScalerCore, state: OptimizerState) -> None:
 
     Unlike in torch.amp, an optimizer may step without gradients if another optimizer has gradients, as in a
     GAN, or if another rank may have gradients. Under Lightning and Accelerate it may also step in a batch
-    without a loss. An object without parameters may not, because it may be a mock around an optimizer whose
-    gradients are scaled.
+    without a loss. An object without parameters must not step without gradients, because it may be a mock
+    around an optimizer whose gradients are scaled.
     """
     nothing = not state.found_inf_per_device and not state.ledger.has_gradients()
     has_no_loss = core.shared.scales_all and bool(state.params) and not state.is_awaited

@@ -1,4 +1,4 @@
-"""The attributes and methods of torch.amp.GradScaler that other code uses: getters, setters, private names.
+"""The attributes and methods of torch.amp.GradScaler that other code uses, including private ones.
 
 Lightning, Accelerate and others check ``isinstance(scaler, torch.amp.GradScaler)``, and read or write
 ``_scale``, ``_device``, ``_lazy_init_scale_growth_tracker`` or ``_per_optimizer_states``. Methods of torch's
@@ -123,7 +123,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         self._core = core
         # ``_own`` maps an optimizer's id to entries that a program has written, until the next update.
         # These entries match no attribute of OptimizerState.
-        # It is empty if no record was used since the last update.
+        # ``_own`` is empty if no record was used since the last update.
         # ``_found`` maps an optimizer's id and its stage to overflow flags.
         self._own: dict[int, dict[str, Any]] = {}
         self._found: dict[tuple[int, OptState], dict[Any, Tensor]] = {}
