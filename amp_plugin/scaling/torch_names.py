@@ -90,7 +90,7 @@ class TorchNames(torch.amp.GradScaler):
 
     @property  # type: ignore[override]
     def _per_optimizer_states(self) -> OptimizerRecords:
-        return self._records
+        return self._records.complete()
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, records: Mapping[int, Mapping[str, Any]]) -> None:
@@ -168,6 +168,13 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         if state is not None and state.optimizer is not optimizer:
             self._wrapped[key] = id(state.optimizer)
         self[key].update(values)
+
+    def complete(self) -> OptimizerRecords:
+        """Return these records, after adding those of optimizers that an entry point has unscaled itself."""
+        for state in self._core:
+            if state.stage is not OptState.READY and id(state.optimizer) not in self._wrapped.values():
+                self[id(state.optimizer)]
+        return self
 
     def settle(self, *, keep: bool) -> None:
         """Let an update use the overflow flags in the records, and then clear the records.
