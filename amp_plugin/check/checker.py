@@ -123,7 +123,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """The exit code, which is 2 if a file could not be checked, 1 if a mistake was found, and else 0."""
+        """The exit code: 2 if a file could not be checked, 1 if a mistake was found, and 0 otherwise."""
         return 2 if self.faults else 1 if self.found else 0
 
 

@@ -112,7 +112,7 @@ def _saved(module: Module, event: Event) -> Iterator[tuple[ast.AST, ast.AST, Sco
 
 
 def _states(module: Module, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, ast.AST, Scope]]:
-    """Yield the owner of each state in an expression, or in items that are assigned to its variable."""
+    """Yield the owner of each state in an expression, or in items that are assigned to the variable."""
     bound = module.names.bound
     for value, where in module.names.values(node, scope):
         for owner in _owners(value):

@@ -114,8 +114,8 @@ class Event:
         who: the scaler, accelerator or scheduler whose method is called. If an optimizer steps without a
             scaler, ``who`` is the optimizer.
         optimizer: the optimizer that is passed to the scaler's method.
-        touches: the variables that are passed to an unknown function. If a method calls another method of its
-            object that may use a scaler, the object is included.
+        touches: the variables that are passed to an unknown function. If a method calls another method on
+            ``self`` that may use a scaler, ``self`` is included.
         position: the index of the event in its function.
     """
 
@@ -267,7 +267,7 @@ class _Walker:
         self.body(after, context)
 
     def remember(self, node: ast.stmt) -> None:
-        """Remember the variable if a statement assigns a scaled loss to it."""
+        """If a statement assigns a scaled loss to a variable, remember that variable."""
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             return
         scope = self._flow.scope
@@ -383,7 +383,7 @@ class _Walker:
         return function.attr if is_own and isinstance(function, ast.Attribute) else ""
 
     def kind(self, method: str, call: ast.Call, receiver: ast.AST, roles: set[str]) -> Kind | None:
-        """Return the kind of a method call from the method's name and the roles of its object."""
+        """Infer the kind of a call from the method's name and the roles of the object it is called on."""
         if method in {"backward", "manual_backward"}:
             if self.scaler_of(receiver, self._flow.scope):
                 return "scaled backward"
@@ -433,7 +433,7 @@ def _when(call: ast.Call, dotted: str) -> tuple[tuple[str, bool], ...]:
 
 
 def flows_of(tree: ast.Module, names: Names) -> list[Flow]:
-    """Return the flows of a module. The first flow has the statements outside of all functions."""
+    """Return the flows of a module. The first flow contains the statements outside of all functions."""
     walker = _Walker(names)
     walker.function(tree, tree.body)
     return walker.flows

@@ -133,7 +133,7 @@ class Names:
         """Yield all expressions that may be the source of an expression's value.
 
         The search follows variables, both sides of ``a if b else c`` and ``a or b``, and methods that return
-        their own object, such as ``model.to(device)``.
+        the object itself, such as ``model.to(device)``.
         """
         pending, seen = [(node, scope, 0)], {node}
         while pending:

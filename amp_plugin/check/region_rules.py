@@ -213,7 +213,7 @@ def _is_product(node: ast.AST) -> bool:
 
 
 def constant_out_of_range(module: Module) -> Iterator[Hit]:
-    """AMP014: Find fill values and eps that float16 results of a matrix product cannot represent."""
+    """AMP014: Find fill values and eps that float16 cannot represent, for results of a matrix product."""
     for flow in module.flows:
         places = [(event.call, event.context) for event in flow.events] + flow.divisions
         covered = []

@@ -276,7 +276,7 @@ def _follows_nothing(flow: Flow, update: Event, steps: list[Event]) -> bool:
 
 
 def _is_inside_window(flow: Flow, update: Event, step: Event) -> bool:
-    """Return True if an update follows one optimizer's step inside another optimizer's window."""
+    """Return True if an update follows one optimizer's step inside another's accumulation window."""
     turn = [e for e in flow.of("scaled backward", "scaler step") if _turn(e) == _turn(update)]
     before = [e for e in turn[: turn.index(step)] if not e.context.excludes(step.context)]
     last = [e for e in turn if e.position < update.position and e.context.goes_with(update.context)]
@@ -375,7 +375,7 @@ def _goes_along(module: Module, event: Event, step: Event) -> bool:
     if (extra and knows_skips) or any(_RARELY.search(text) for text, _ in extra | missing):
         return False
     if event.scope is not step.scope and any("sch" not in text.lower() for text, _ in extra):
-        # The condition may be the result of the other function, which says whether a step was taken.
+        # The condition may be what the other function returns, such as whether a step was taken.
         return False
     return _adds_no_doubt(event, {*step.context.conditions})
 

@@ -8,10 +8,10 @@ products. :class:`Rounded` emulates these products, with a quantizer ``Q``, in a
 - The gradient of the weight, ``Q(grad.T) @ Q(x.T).T``, sums over the rows of ``x``.
 
 For float32 inputs the results are bitwise equal to those of torchao's emulated float8 and mxfp8 layers. For
-nvfp4 torchao has only GPU kernels. Their Hadamard transform is emulated here with torchao's matrix. The
-emulation of nvfp4 differs from torchao's kernels in two details. The emulation rounds gradients to nearest,
-but the kernels round them stochastically. The emulation rounds weights in blocks of 16, but the kernels use
-16x16 tiles.
+nvfp4 torchao has only GPU kernels. The Hadamard transform of these kernels is emulated here with torchao's
+matrix. The emulation of nvfp4 differs from torchao's kernels in two details. The emulation rounds gradients
+to nearest, but the kernels round them stochastically. The emulation rounds weights in blocks of 16, but the
+kernels use 16x16 tiles.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _load() -> NativeCore:
         file, seconds = build_core()
         name = f"{__package__}.{_EXTENSION}"
         spec = importlib.util.spec_from_file_location(name, file)
-        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type] # .so files have loaders
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type] # not None for .so files
         spec.loader.exec_module(module)  # type: ignore[union-attr]
     except (OSError, RuntimeError, ValueError, ImportError) as error:
         return NativeCore(reason=str(error))

@@ -1,8 +1,8 @@
 """The build cache is a folder that only its owner can write. Files are checked before they are used.
 
 Each file ends with a seal, which is the SHA-256 hash of everything before it. A truncated or damaged file
-does not match its seal, and is rebuilt. Loaders of libraries and cubins ignore the seal, because it follows
-the last section.
+does not match its seal, and is rebuilt. Loaders of libraries and cubins ignore the seal, because it comes
+after the last section.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cache_root() -> Path:
 
 
 def _require_trusted(path: Path) -> None:
-    """Raise if anyone other than the user and root can write a file, because its code will be executed."""
+    """Raise if anyone other than the user and root can write to a file whose code will be executed."""
     status, user = path.stat(), os.geteuid()
     if status.st_uid not in {user, _ROOT}:
         msg = (
@@ -130,7 +130,7 @@ def _seal(file: Path) -> None:
 
 
 def _write_to_disk(folder: Path) -> None:
-    """Flush a folder's entries to disk. Do nothing if a file system does not support this."""
+    """Flush a folder's entries to disk. Do nothing if the file system does not support this."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -13,9 +13,9 @@ Every kernel on every device follows this contract:
   The host never reads them.
 - ``norm`` is a new float32 0-dim tensor with the norm of all gradients as one flat vector, of order
   ``norm_type`` and *multiplied by inv_scale* (except for order 0). Chunks of at most 65536 elements are
-  summed in float32. The sums of the chunks are added in float64, or as a tree in a fixed order. Therefore the
-  norm is accurate to 1e-6 and identical in every run. If a gradient contains inf or nan, the norm is inf or
-  nan.
+  summed in float32. The sums of the chunks are added in float64, or by a tree reduction in a fixed order.
+  Therefore the norm is accurate to 1e-6 and identical in every run. If a gradient contains inf or nan, the
+  norm is inf or nan.
 - ``found_inf`` is a new float32 0-dim tensor that is exactly 0.0 or 1.0. ``found_inf`` is 1.0 if any element
   of a gradient is not finite, before or after the op writes it. If only the square of an element overflows,
   ``found_inf`` stays 0.0.
@@ -111,7 +111,7 @@ def _define() -> None:
         LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
         LIBRARY.impl(name, plain, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         register_fake(f"amp_plugin::{name}", fake, lib=LIBRARY)
-        LIBRARY.define(f"_plain_{name}{schema}")  # type: ignore[no-untyped-call] # what C++ falls back to
+        LIBRARY.define(f"_plain_{name}{schema}")  # type: ignore[no-untyped-call] # C++ falls back to this op
         LIBRARY.impl(f"_plain_{name}", untraced(plain), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 

@@ -39,7 +39,7 @@ _NO_POWER = {0, math.inf, -math.inf}
 
 
 def _flat_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm of all gradients as a single vector, in the device's widest floating-point dtype."""
+    """Return the norm of all gradients, joined into one vector, in the device's widest float dtype."""
     dtype = widest_float(device)
     parts = [g for g in grads if g.numel()]
     if not parts:
@@ -151,11 +151,11 @@ def update_scale_(
 
     The rule is torch's, with these changes. The scale has a minimum and a maximum. Hysteresis tolerates some
     overflows before the scale is lowered. The scale also grows if the growth tracker is above the growth
-    interval, whereas torch requires that they are equal.
+    interval, whereas torch requires the two to be equal.
 
     - After an overflow, ``growth_tracker`` becomes 0 and ``hysteresis_tracker`` is lowered by 1. In mode 2
       ``hysteresis_tracker`` is never lowered below 1.
-    - If an overflow finds ``hysteresis_tracker`` at 1 or below, the scale becomes ``max(scale *
+    - If ``hysteresis_tracker`` was 1 or less before an overflow, the scale becomes ``max(scale *
       backoff_factor, min_scale)``.
     - After a step without an overflow, ``growth_tracker`` is raised by 1. When ``growth_tracker`` reaches
       ``growth_interval``, it is reset to 0 and the scale becomes ``min(scale * growth_factor, max_scale)``.
@@ -232,10 +232,10 @@ def judge_step_(
     If a step is skipped without an overflow, each growth tracker is lowered by 1, because the next update of
     the scale will raise it by 1.
 
-    The statistics learn from the value of each step. After warm-up, if a value is above the limit, the
-    statistics learn from the limit instead. Therefore a single spike raises the limit only slightly, but a
-    lasting rise of the values is accepted after some steps. The statistics stay unchanged after an overflow,
-    while steps are held, or if the value to learn from is not finite. During the first ``window`` steps the
+    The statistics are updated with the value of each step. After warm-up, if a value is above the limit, they
+    are updated with the limit instead. Therefore a single spike raises the limit only slightly, but a lasting
+    rise of the values is accepted after some steps. The statistics stay unchanged after an overflow, while
+    steps are held, or if the number to update them with is not finite. During the first ``window`` steps the
     mean is an arithmetic mean, and afterwards it is an exponential moving average.
 
     Args:
@@ -302,7 +302,8 @@ def pack_measurements_(
         found_infs: The ``found_inf`` of each group of gradients.
         slots: For each norm, the index of its sharding layout in ``packed``.
         replicas: For each sharding layout, the number of ranks that hold the same gradients. Ranks with the
-            same gradients contribute the same power, so each of them divides the power by their number.
+            same gradients contribute the same power, so each of them divides the power by the number of these
+            ranks.
         norm_type: The order of the norm.
     """
     fits = len(norms) == len(slots) and all(0 <= slot < len(replicas) for slot in slots)
@@ -392,7 +393,7 @@ def round_weights_(masters: Sequence[Tensor], out: Sequence[Tensor], seed: int, 
 
     Numbers that bfloat16 can represent do not change. The random bits of an element depend only on the low 32
     bits of ``seed`` and ``step``, on the index of its tensor in the list, and on its index in the tensor. The
-    random bits do not depend on the device or on threads.
+    random bits do not depend on the device or the number of threads.
     """
     _refuse_counts("round_weights_", masters, outputs=out)
     for number, (master, rounded) in enumerate(zip(masters, out, strict=True)):
@@ -484,8 +485,8 @@ def _rmsprop(
 ) -> tuple[Tensor, ...]:
     """Compute a step of RMSprop (Tieleman and Hinton, 2012).
 
-    The first state is ``square_avg``. If the rule is centered, ``grad_avg`` follows. With momentum, the last
-    state is the momentum buffer.
+    The first state is ``square_avg``. If the rule is centered, the next state is ``grad_avg``. With momentum,
+    the last state is the momentum buffer.
     """
     grad = _decayed(param, grad, n)
     square_avg, *others = states
@@ -617,7 +618,7 @@ def _muon_momentum(
 def _muon_update(
     param: Tensor, update: Tensor, _: list[Tensor], __: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """Compute the end of Muon's step, where ``update`` is the result of the matrix products."""
+    """Compute the last part of Muon's step, where ``update`` is the result of the matrix products."""
     return ((1 - n.lr * n.weight_decay) * param - n.lr * n.ratio * update,)
 
 
@@ -702,8 +703,8 @@ def step_(
         states: The first state of every parameter, then the second state of every parameter, and so on. Each
             state is float32 or bfloat16 in the shape of its parameter, or 8-bit codes (see
             :mod:`.state_codes`). States are written.
-        counters: The first counter of every parameter (one element, float32 or float64), then every second
-            counter (float32). Counters are written.
+        counters: The first counter of every parameter (one element, float32 or float64), then the second
+            counter of every parameter (float32). Counters are written.
         remainders: The int16 halves of the parameters' pairs, or an empty list. Remainders are written.
         rule: A key of :data:`RULES`.
         numbers: The values of the rule's numbers, in the order of :attr:`Rule.numbers`.

@@ -28,8 +28,8 @@ class DtypePlan:
         fp32_modules: Names of modules (``"encoder.norm"``, wildcards allowed) or of module classes
             (``"LayerNorm"``). Modules in ``fp32_modules`` compute in fp32, and FSDP gathers their weights in
             fp32.
-        reduce: The dtype in which gradients are reduced and accumulated. ``"bf16"`` sends half the bytes of
-            ``"fp32"``.
+        reduce: The dtype in which gradients are reduced and accumulated. ``"bf16"`` sends half as many bytes
+            as ``"fp32"``.
         weights: How trainable weights are stored, as in ``store_weights``. FSDP1 supports only ``"fp32"``.
 
     Raises:

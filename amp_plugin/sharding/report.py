@@ -71,7 +71,7 @@ class ShardUnit:
 
 
 def shard_units(model: nn.Module) -> list[ShardUnit]:
-    """Return the FSDP units of a model, with each unit after the units inside it.
+    """Return the FSDP units of a model, with each unit listed after the units inside it.
 
     For example, the order is ``blocks.0.norm``, ``blocks.0``, ``blocks.1`` and so on, and the model itself is
     last.
@@ -94,7 +94,7 @@ def _fsdp_units(model: nn.Module) -> list[ShardUnit]:
 
 
 def _inner_first(units: Iterable[ShardUnit | None]) -> list[ShardUnit]:
-    """Sort units from the order of ``named_modules()``, so that each unit follows the units inside it."""
+    """Sort units from the order of ``named_modules()``, so that each unit comes after the units inside it."""
     ordered: list[ShardUnit] = []
     # The units that contain the current unit, from the outermost to the innermost.
     around: list[ShardUnit] = []
@@ -214,7 +214,7 @@ class ModelDtypes:
     def __rich__(self) -> Group:
         """Return a table of the units and, if modules were called, a table of these calls."""
         titles = ("parameters", "stored", "gathered", "reduced", "bytes\nhere", "moments")
-        # On a narrow screen, only names are shortened, and these columns are not.
+        # On a narrow screen, only names are shortened; these columns keep their full width.
         columns = (Column(title, no_wrap=True) for title in titles)
         pairs = any(unit.remainder_bytes for unit in self.units)
         table = Table(
@@ -418,8 +418,8 @@ def log_collectives() -> Iterator[CollectiveLog]:
     """Record the collectives that this process calls in a block, including those of backward passes.
 
     Yields:
-        The log. Each call is added to it when the call is made. Barriers are left out. Recording causes no
-        host sync.
+        The log. Each collective is added to the log when it is called. Barriers are left out. Recording
+        causes no host sync.
 
     Example:
         >>> import torch.distributed as dist
@@ -444,7 +444,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op, and record it if it is a collective.
 
-        Ops on DTensors are declined. DTensor then runs them as ops on plain tensors, which are recorded here.
+        Ops on DTensors are declined. DTensor then runs ops on plain tensors instead, and those are recorded
+        here.
         """
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented

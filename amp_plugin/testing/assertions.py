@@ -1,8 +1,8 @@
 """Assertions about numerics, whose tolerances are measured in the run itself.
 
 Each op runs twice, in the program's dtypes and in a wide dtype whose rounding is negligible. The number
-``explained`` is the relative difference between a result and the wide run that rounding can explain. It
-combines two numbers as the square root of the sum of their squares:
+``explained`` is how far a result may differ from the wide run through rounding alone, as a relative
+difference. It combines two numbers as the square root of the sum of their squares:
 
 - The rounding of the op itself is its own relative error, but at most half an eps of its dtype.
 - The rounding of earlier ops is the largest ``explained`` of the op's inputs.
@@ -78,7 +78,7 @@ class _Origin:
 
 
 def _turned(result: Tensor, exact: Tensor) -> float:
-    """Return the share of a result's squared norm that is in elements that crossed a discontinuity."""
+    """Return the share of a result's squared norm that comes from elements that crossed a discontinuity."""
     size = float(in_widest_float(exact).square().sum())
     difference = in_widest_float(result) - in_widest_float(exact)
     other_side = difference.abs() > 0.5 * in_widest_float(exact).abs()
@@ -86,7 +86,7 @@ def _turned(result: Tensor, exact: Tensor) -> float:
 
 
 class _Trained(WideRun):  # type: ignore[no-untyped-call]
-    """Runs a program together with its wide run, and measures how much difference rounding explains."""
+    """Runs a program together with its wide run, and measures how large a difference rounding can explain."""
 
     def __init__(self, reference: torch.dtype) -> None:
         super().__init__(None, reference)

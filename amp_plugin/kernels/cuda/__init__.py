@@ -51,7 +51,7 @@ class Tuning:
     in_flight: int = 4
 
     def macros(self) -> tuple[tuple[str, str], ...]:
-        """Return the macros for these parameters, with which the sources are compiled."""
+        """Return the macros that pass these parameters to the compiler."""
         return (("BLOCKS_PER_MULTIPROCESSOR", str(self.blocks)), ("IN_FLIGHT", str(self.in_flight)))
 
 

@@ -114,6 +114,6 @@ def _prepare(index: int) -> bool:
 
 
 def register(library: Library) -> None:
-    """Define the op by which C++ code calls :func:`cuda_core`. This imports and initializes nothing."""
+    """Define the op through which C++ code calls :func:`cuda_core`. This imports and initializes nothing."""
     library.define("_cuda_prepare(int device) -> bool")  # type: ignore[no-untyped-call]
     library.impl("_cuda_prepare", _prepare, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
