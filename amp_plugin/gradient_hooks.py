@@ -37,8 +37,8 @@ def unscaled_hooks(scaler: Any) -> Iterator[None]:
     The block affects ``register_hook`` of tensors, and ``register_full_backward_hook`` and
     ``register_full_backward_pre_hook`` of modules. Hooks of ``register_post_accumulate_grad_hook`` still see
     the scaled ``.grad``. Float16 gradients are passed as float32, so that small numbers are not lost. Every
-    backward pass that reaches the hooks must start from a loss with the default loss scale. The hooks cause
-    no host sync.
+    backward pass that reaches the hooks must start from a loss that was scaled with the default loss scale.
+    The hooks cause no host sync.
 
     Args:
         scaler: A GradScaler of amp_plugin or torch, a plugin for Fabric or the Trainer, or an AmpAccelerator.

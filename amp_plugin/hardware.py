@@ -28,10 +28,10 @@ class Needs:
 
     Attributes:
         nvidia: the first NVIDIA compute capability with fast arithmetic in the format.
-        nvidia_before: the first NVIDIA compute capability that no longer has the format, or None.
+        nvidia_before: the first NVIDIA compute capability that no longer supports the format, or None.
         amd: prefixes of the names of AMD architectures that compute the format fast.
         cpu: CPU instruction sets, by torch's names. A CPU needs at least one of them.
-        xpu: properties of Intel GPUs, by torch's names. A GPU needs at least one of them.
+        xpu: properties of Intel GPUs, under torch's names for them. A GPU needs at least one of them.
         words: the description of the required hardware for error messages.
     """
 
@@ -256,7 +256,7 @@ def warn_of_slow_fp16(precision: str, device_type: str) -> None:
 
 @functools.cache
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return float64 if a device can compute in it, else float32.
+    """Return float64 if a device supports it, else float32.
 
     CPUs and CUDA devices can. Other device types are tested once, with a single float64 multiplication.
     """

@@ -27,7 +27,7 @@ class Mistake:
     is_harmless: bool = False
 
     def instead_with(self, scaler: str, optimizer: str) -> str:
-        """Return what to do instead, with the program's names for its scaler and its optimizer."""
+        """Return what to do instead, with the program's own variable names for scaler and optimizer."""
         names = {"scaler": scaler, "optimizer": optimizer}
         return re.sub(r"\b(scaler|optimizer)\b", lambda found: names[found[0]], self.instead)
 

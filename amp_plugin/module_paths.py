@@ -18,7 +18,7 @@ _WRAPPED_AS: Final = {"module", "_orig_mod", "_forward_module", "_original_modul
 
 
 def module_paths(params: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return a dict from names to parameters, without those that no module of this process owns.
+    """Return a dict from names to parameters, without parameters that no module of this process owns.
 
     A name consists of the class of the outermost module and the parameter's path inside it. The function
     scans all objects of the process, which takes about 0.1 s. Call this when an optimizer is prepared or an

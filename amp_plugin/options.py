@@ -63,7 +63,7 @@ OnNonfinite = Literal["skip", "raise", "ignore"]
 
 @dataclass(frozen=True, kw_only=True)
 class Spike:
-    """The options that define a spike of the gradient norm or loss, and what to do about one.
+    """The options that define a spike of the gradient norm or loss, and what is done about it.
 
     A step is a spike if its value is more than ``sigma`` deviations above the running mean. A gradient norm
     of up to four times the running mean is never a spike. A loss of up to ``sigma`` percent above the running
@@ -140,7 +140,7 @@ class Spike:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleOptions:
-    """The options of a loss scale and of optimizer steps, which every entry point takes.
+    """The options of loss scaling and optimizer steps, accepted by every entry point.
 
     The first four options can be passed by position, as in ``torch.amp.GradScaler``.
 
@@ -272,7 +272,8 @@ class _Device:
 class GradScalerOptions(LossScaleOptions, _Device):
     """The arguments of GradScaler.
 
-    As in ``torch.amp.GradScaler``, ``device`` comes first, and ``enabled`` follows the scale's options.
+    As in ``torch.amp.GradScaler``, ``device`` comes first, and ``enabled`` comes after the options of the
+    loss scale.
     """
 
     enabled: Annotated[
@@ -441,7 +442,7 @@ class PluginOptions(PrecisionOptions, _Precision):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(PrecisionOptions):
-    """The options of a training run, for entry points that have no callback such as AmpMonitor."""
+    """The options of a training run, for entry points without a callback like AmpMonitor."""
 
     max_skips_in_a_row: Annotated[
         int,
@@ -661,7 +662,7 @@ def checked_option(name: str, value: Any, wanted: Any) -> Any:
 
 
 def between(name: str, value: Any, low: float, high: float = math.inf) -> float:
-    """Return ``value`` as a float; raise OptionError unless it lies between ``low`` and ``high``."""
+    """Return ``value`` as a float; raise OptionError unless it lies strictly between ``low`` and ``high``."""
     if not (_is_number(value) and low < float(value) < high):
         limits = f"more than {low:g}" + (f" and less than {high:g}" if high < math.inf else "")
         raise OptionError(name, value, f"a finite number, {limits}")

@@ -1,4 +1,4 @@
-"""Replaces attributes temporarily, and turns new instances of a library's class into amp_plugin's."""
+"""Replaces attributes temporarily, and makes new instances of one class also instances of another."""
 
 from __future__ import annotations
 

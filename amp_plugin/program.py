@@ -80,7 +80,7 @@ def run_program(
     *,
     expected: type[BaseException] | tuple[type[BaseException], ...] = (),
 ) -> tuple[int, bool]:
-    """Run a file or module as the main program. Print an error in the program as Python would.
+    """Run a file or module as the main program. Print an error of the program as Python would.
 
     ``__main__``, ``sys.argv`` and ``sys.path`` are not restored here, because threads and atexit handlers of
     the program run after its last line. :func:`main_restored` restores them.
@@ -136,7 +136,7 @@ def _run_main(program: Program, arguments: Sequence[str]) -> None:
 
 
 def _enter_path(folder: str) -> None:
-    """Put a folder at the front of ``sys.path``, where it replaces the folder of the command."""
+    """Put a folder at the front of ``sys.path``, in place of the folder of the command."""
     ours = {"", str(Path.cwd()), str(Path(sys.argv[0] or ".").resolve().parent)}
     is_ours = bool(sys.path) and sys.path[0] in ours and not getattr(sys.flags, "safe_path", False)
     sys.path[: int(is_ours)] = [folder]

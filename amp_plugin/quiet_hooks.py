@@ -22,7 +22,7 @@ _quiet: set[int] = set()
 
 
 def register_quiet_hook(optimizer: Optimizer | None, hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a pre-step hook that amp_plugin's steps may skip, as one-pass steps do.
+    """Register a pre-step hook that amp_plugin may skip, for example in one-pass steps.
 
     Args:
         optimizer: The optimizer, or None for all optimizers.

@@ -56,7 +56,7 @@ def reason(*places: str) -> str | None:
 
 
 def removed_attribute(self: object, name: str) -> Any:
-    """Raise AttributeError, as ``__getattr__`` does. For removed attributes, name the replacement."""
+    """Raise AttributeError for a missing attribute. If the attribute was removed, name the replacement."""
     if removed := reason(*(f"{kind.__name__}.{name}" for kind in type(self).__mro__)):
         raise AttributeError(removed)
     return object.__getattribute__(self, name)  # raises the usual error

@@ -90,7 +90,7 @@ def anomalies_explained(scaler: Any) -> Iterator[None]:
 
 
 class GradientOrigins:
-    """Uses hooks to record which gradients a backward pass inside :meth:`inside` has computed."""
+    """Uses hooks to record which gradients were computed by backward passes in blocks of :meth:`inside`."""
 
     def __init__(self) -> None:
         # The parameters that the backward pass in the block has reached, or None outside a block.

@@ -6,7 +6,7 @@ An entry point such as AmpPrecision only translates calls from its framework int
   messages.
 - ``set_up_weights(model)`` is called before the model is wrapped or moved.
 - ``begin(device, groups)`` is called once the device is known. ``begin`` activates op rules, and tells the
-  scaler the device.
+  scaler which device is in use.
 - ``add(models, optimizers)`` passes parameter names to the scaler, and sets the dtypes of optimizer states.
 - ``region()``, ``backward()`` and ``step()`` make up an optimizer step.
 - ``end()`` restores float32 weights and the earlier op rules, and ends the run page.
@@ -88,7 +88,7 @@ class Session:
         models: the models that were passed to :meth:`set_up_weights`, in order.
         growth: measures how much the weights have grown, for the error about too many skipped steps.
         origins: records which gradients came from scaled backward passes.
-        at_end: the exit stack of changes that :meth:`end` undoes.
+        at_end: an exit stack with the changes that :meth:`end` undoes.
         measures_norms: True if gradient norms are measured even without clipping.
         attempted_steps: the number of optimizer steps so far, including skipped steps.
         is_aside: True inside :meth:`aside`, where optimizers step without the scaler.
@@ -325,11 +325,11 @@ class Session:
     def set_up_weights(self, model: nn.Module, fp32_modules: Sequence[str] = ()) -> bool:
         """Store a model's weights as the option ``weights`` specifies, before the model is wrapped or moved.
 
-        ``set_up_weights`` may be called again after a run has ended, which makes the weights float32.
+        The end of a run makes the weights float32, after which ``set_up_weights`` may be called again.
 
         Returns:
-            True if the model's weights were in 16 bits before they were set up. A checkpoint loaded into the
-            model earlier was rounded to 16 bits.
+            True if the model's weights were in 16 bits before they were set up. A checkpoint that was loaded
+            into 16-bit weights has been rounded to 16 bits.
         """
         weights = self.options.weights
         stores = weights != "fp32"
@@ -608,8 +608,8 @@ class Session:
 
         If ``path`` is given, write a run page.
 
-        The run page is an HTML report. The watch ends when :meth:`end_watch` is called or the process ends. A
-        second call makes the watch switch to the models of that call. If the watch fails, it gives one
+        The run page is an HTML report. The watch ends when :meth:`end_watch` is called or the process ends.
+        After a second call, only the models passed to that call are watched. If the watch fails, it gives one
         warning and ends.
 
         Returns:
@@ -635,7 +635,7 @@ class Session:
 def _opened_watch(
     scaler: Any, models: Sequence[nn.Module], path: str | Path | None, options: object
 ) -> RunReport | ModuleWatch:
-    """Return an open run page, or a watch of modules if no run page is wanted or possible."""
+    """Return an open run page, or a ModuleWatch if no run page is wanted or possible."""
     from amp_plugin.numerics.first_module import ModuleWatch  # noqa: PLC0415 - only needed for watches
 
     if path is not None:
@@ -721,7 +721,7 @@ class EntryPoint:
         Args:
             outputs: the tensors whose gradients are penalized, such as a critic's scores.
             inputs: the tensors with respect to which gradients are taken.
-            **options: ``kind="l2"`` or ``kind="wgan-gp"``, and ``target``.
+            **options: the keyword arguments ``kind`` (``"l2"`` or ``"wgan-gp"``) and ``target``.
 
         Returns:
             The unscaled penalty (float32, 0-dim), which can be added to a loss, as in ``loss + 10 *

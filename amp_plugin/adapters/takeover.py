@@ -175,7 +175,7 @@ class Takeover:
     def _rules(self) -> OpRules | None:
         """Return the op rules of the given file.
 
-        If the file cannot be used, the method prints the error and ends the process.
+        If the rules file cannot be used, the method prints the error and ends the process.
         """
         if self._rules_file is None:
             return None
@@ -382,7 +382,7 @@ class Takeover:
 def when_imported(
     actions: Mapping[str, Callable[[ModuleType], AbstractContextManager[object]]],
 ) -> Iterator[None]:
-    """Enter each module's context once the module is imported, or now if it already is imported.
+    """Enter each module's context when the module is imported, or now if it is already imported.
 
     All contexts are exited at the end.
     """

@@ -128,7 +128,7 @@ def _counts(totals: CastTotals) -> tuple[str, ...]:
     return f"{totals.casts:,}", f"{totals.cached:,}", filesize.decimal(totals.bytes)
 
 
-# The log scope of ops that run outside any module.
+# The path index that the log uses for ops outside any module.
 _OUTSIDE = -1
 
 

@@ -24,7 +24,7 @@ from amp_plugin.casting.rules import OpRules, rules_with_content
 from amp_plugin.casting.rules_in_force import number_on
 from amp_plugin.kernels.build import require_native
 
-# The autocast dtypes of two unused device types encode the number of the rule set in two digits.
+# The autocast dtypes of two unused device types encode the number of the rule set as two digits.
 # ZEROS are the dtypes that stand for 0.
 # The autocast dtype of the device type _GATE shows whether ``_blocks`` is open.
 DIGITS = ("maia", "mtia")
@@ -109,11 +109,11 @@ def teach_dynamo(kind: type[torch.autocast]) -> None:
     """Make Dynamo trace regions that were created outside compiled code, and restart tracing.
 
     Dynamo treats instances of subclasses of ``torch.autocast`` like torch's own blocks, so it would drop the
-    rules of a region. However, Dynamo first looks up a table of types, to which ``teach_dynamo`` adds
+    rules of a region. However, Dynamo first looks types up in a table, to which ``teach_dynamo`` adds
     ``kind``.
 
     Raises:
-        RestartAnalysis: always, which makes Dynamo trace the frame again.
+        RestartAnalysis: on every call, so that Dynamo traces the frame again.
     """
     from torch._dynamo.exc import RestartAnalysis  # noqa: PLC0415 - Dynamo runs
     from torch._dynamo.guards import GuardBuilder  # noqa: PLC0415

@@ -54,9 +54,9 @@ class AutocastKernels:
             regions are ``torch.autocast`` blocks.
         leave: a function that closes a native region, given its position counted from the innermost region.
             ``leave`` stays set after the kernels are uninstalled, because regions may still be open.
-        checked: maps settings that torch has accepted (device type, dtype and ``enabled``) to two openings
-            for regions with these settings. The first opening does not cache casts, and the second does. For
-            the dtype None, an opening holds torch's autocast dtype at the time of the check.
+        checked: maps settings that torch has accepted (device type, dtype and ``enabled``) to two Opening
+            tuples, which open regions with these settings. The first opening does not cache casts, and the
+            second does. For the dtype None, an opening holds torch's autocast dtype at the time of the check.
     """
 
     def __init__(self) -> None:

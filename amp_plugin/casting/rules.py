@@ -314,7 +314,7 @@ class OpRules:
         return OpRules(device_type=device_type, rules=self.rules, keep=self.keep)
 
     def diff(self, other: OpRules) -> dict[str, tuple[str, str]]:
-        """Return a dict from each op that has different rules to (rule in self, rule in ``other``)."""
+        """Return a dict that maps each op whose rules differ to (rule in self, rule in ``other``)."""
         ops = sorted({*self.rules, *other.rules, *self.keep, *other.keep})
         described = {op: (self.described(op), other.described(op)) for op in ops}
         return {op: pair for op, pair in described.items() if pair[0] != pair[1]}
@@ -324,7 +324,7 @@ class OpRules:
         return hashlib.sha256(self.content.encode()).hexdigest()[:16]
 
     def described(self, op: str) -> str:
-        """Return a string such as ``"fp32, keep weight"``, with an op's rule and the arguments never cast."""
+        """Return a string such as ``"fp32, keep weight"``: an op's rule and the arguments it never casts."""
         kept = sorted(self.keep.get(op, ()))
         return self[op].value + (f", keep {', '.join(kept)}" if kept else "")
 

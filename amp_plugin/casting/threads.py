@@ -78,7 +78,7 @@ def autocast_module(module: Module, *states: RegionState) -> Module:
     """Make a module run under autocast in every thread that calls it.
 
     The module runs in the autocast state ``states``, which defaults to the state in which this function is
-    called. A thread that has opened its own autocast block keeps its state.
+    called. A thread that has opened its own autocast block keeps the state of that block.
 
     Replicas of ``nn.DataParallel`` run in the autocast state of the thread that calls DataParallel, with the
     same dtype, cache flag and rules. (Torch passes only the enabled flag to replicas.)

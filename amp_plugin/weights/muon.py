@@ -1,4 +1,4 @@
-"""Takes a step of torch's Muon with torch's matrix products, and with an amp_plugin op before and after.
+"""Takes a step of torch's Muon with an amp_plugin op, torch's matrix products, and a second amp_plugin op.
 
 - The op rule ``muon_momentum`` unscales the gradient, updates momentum_buffer, and writes the input of the
   products.
@@ -46,7 +46,7 @@ class MuonStep:
     def step_(
         self, numbers: list[float], lr: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        """Take the step, in place of ``StepTensors.step_``. ``numbers`` are the numbers of muon_momentum."""
+        """Take the step in place of ``StepTensors.step_``. ``numbers`` go to the op rule muon_momentum."""
         tensors, skipped = self._tensors, found_inf is not None and found_inf.is_cpu and found_inf.item() > 0
         for i, (param, grad, buffer) in enumerate(
             zip(tensors.params, tensors.grads, tensors.states, strict=True)

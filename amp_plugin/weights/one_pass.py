@@ -109,7 +109,7 @@ def collect(optimizer: Optimizer) -> OnePassStep:
 
 @dataclass
 class OnePassStep:
-    """A prepared optimizer step. It must be taken before the optimizer or its gradients change."""
+    """A prepared optimizer step. Take the step before the optimizer or its gradients change."""
 
     _optimizer: Optimizer
     _parts: list[_Part]
@@ -425,8 +425,9 @@ def _begin(optimizer: Optimizer, row: _Row) -> None:
 def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield groups of parameters with the same storage format, together with their remainders.
 
-    Float32 parameters come first. Parameters with remainders follow the float32 parameters, grouped by the
-    remainder's dtype. Parameters without a remainder come last, with float32 copies instead of remainders.
+    Float32 parameters come first. Parameters with remainders come after the float32 parameters, and are
+    grouped by the remainder's dtype. Parameters without a remainder come last, with float32 copies instead of
+    remainders.
     """
     stored = stored_params(params)
     alone = [param for param in stored if param.grad is not None and is_kept_alone(param)]

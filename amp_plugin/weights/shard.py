@@ -1,4 +1,4 @@
-"""Shards of stored parameters. FSDP2 gathers their 16-bit weights, and optimizers see them as float32.
+"""Shards of stored parameters. FSDP2 gathers the 16-bit weights, and optimizers see float32 parameters.
 
 - The local tensor of the parameter is a StoredShard, which has the 16-bit weight and its remainder.
 - An all-gather sends the 16-bit weight, through torch's hooks ``fsdp_pre_all_gather`` and
@@ -113,7 +113,7 @@ class StoredShard(DecodedTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """Return the tensor that this rank sends. If the policy allows it, this is the 16-bit weight itself.
+        """Return the tensor that this rank sends, which is the 16-bit weight itself if the dtypes match.
 
         Args:
             mesh: The device mesh of the ranks that hold shards of the weight.

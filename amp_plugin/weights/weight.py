@@ -47,7 +47,7 @@ class StoredWeight:
     # The name of the storage format, which is a key of FORMATS.
     name: str
     format: SplitBf16
-    # The remainder. If the parameter is moved to another device, the remainder follows at its next use.
+    # The remainder. If the parameter is moved to another device, the remainder is moved at its next use.
     kept: Tensor
     seed: int  # the seed of stochastic rounding
     # A weak reference to the parameter, so that torch.utils.swap_tensors raises an error for it.
@@ -70,7 +70,7 @@ class StoredWeight:
             _exchange(param, self.hidden, nn.Parameter)
 
     def half_like(self, master: Tensor) -> Tensor:
-        """Return the hidden 16-bit tensor, with the current device and shape of the float32 tensor."""
+        """Return the hidden 16-bit tensor, in the shape and on the device that the float32 tensor has now."""
         hidden = cast("Tensor", self.hidden)
         if hidden.device != master.device or hidden.shape != master.shape:
             if isinstance(hidden, StoredShard):
@@ -172,7 +172,7 @@ def stored_weight(param: Tensor) -> StoredWeight | None:
 
 def stored_params(params: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters that are stored in 16 bits, without duplicates."""
-    # Ordinary parameters, which are the most frequent, are skipped here without a function call.
+    # Ordinary parameters, which are the most common, are skipped here without a function call.
     # A function call would take about as long as the optimizer step of a small parameter.
     likely = [p for p in params if type(p) is not nn.Parameter or _ATTRIBUTE in p.__dict__]
     return list(dict.fromkeys(param for param in likely if stored_weight(param) is not None))

@@ -77,7 +77,7 @@ class PrecisionCore(EntryPoint):
         return f"{type(self).__name__}({self.settings.precision!r}{weights})"
 
     def __format__(self, spec: str) -> str:
-        """Add advice for the user, because Lightning's errors about plugins contain ``f"{plugin}"``."""
+        """Return advice for the user, because Lightning's errors about plugins contain ``f"{plugin}"``."""
         package = self.package.__name__
         other = "The Trainer takes " if "fabric" in package else "Fabric takes Fabric"
         text = (
@@ -231,12 +231,12 @@ class PrecisionCore(EntryPoint):
 
     @property
     def skipped_steps(self) -> int:
-        """The number of skipped steps of all optimizers so far. Reading it is a host sync."""
+        """The total number of skipped steps so far, summed over all optimizers. Reading it is a host sync."""
         return self._scaler.skipped_steps()
 
     @property
     def optimizer_steps(self) -> int:
-        """The number of steps that all optimizers have taken so far. Reading it is a host sync.
+        """The total number of steps taken so far, summed over all optimizers. Reading it is a host sync.
 
         Skipped steps do not count. A resumed fp16 run continues the count. If no loss is scaled, the count is
         not saved.

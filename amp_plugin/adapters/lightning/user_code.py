@@ -101,14 +101,13 @@ def _with_model_in_fp32(hook: Callable[..., Any], trainer: Any, module: nn.Modul
 
 
 def _after_landed_steps(should_update: Callable[..., bool], landed: Callable[[], int]) -> Callable[..., bool]:
-    """Make ``should_update`` return False unless an optimizer step has landed since the last call.
+    """Make ``should_update`` return False if every optimizer step since the last call was skipped.
 
-    A step lands if it was not skipped. Lightning also counts skipped steps, and would average unchanged
-    weights.
+    Lightning also counts skipped steps, and would average unchanged weights.
 
     Args:
         should_update: the callback's own method ``should_update``.
-        landed: a function that returns the number of landed optimizer steps so far.
+        landed: a function that returns the number of optimizer steps so far, without skipped steps.
     """
     seen = landed()
 
