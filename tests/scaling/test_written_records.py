@@ -401,3 +401,12 @@ def test_gradients_that_a_program_keeps_count_as_scaled_again(write, afterwards,
     with Takeover("a test"):
         run = Pair(torch.amp.GradScaler, dtype).train(write, afterwards)
     assert str(ours) == str(run) == str(theirs)  # nan equals nan in strings
+
+
+def test_the_norm_is_that_of_the_step():
+    loop = Loop(GradScaler)
+    loop.backward(3.0)
+    loop.scaler.unscale_(loop.optimizer)
+    loop.record["stage"] = OptState.READY
+    loop.scaler.step(loop.optimizer)
+    assert loop.scaler.last_step(loop.optimizer).norm.item() == 6.0 / 64.0
