@@ -22,7 +22,7 @@ class ScriptCommand(TyperCommand):
     """A command that runs a script, and passes all arguments after the script's name to the script.
 
     If an argument after the script is also an option of the command, the command prints a line that says
-    which of the two gets it. If the script reads no arguments, the command gets the argument.
+    which of the two gets it. If the script reads no arguments, the command gets such an argument.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -79,7 +79,7 @@ def versions() -> Part:
 
 
 def devices() -> list[Part]:
-    """Return the facts about each device, such as its name and the formats that it computes fast."""
+    """Return the facts about each device, such as its name and the formats in which it is fast."""
     hardware = hardware_of("cpu")
     cpu = {
         "device": "cpu",
@@ -103,7 +103,7 @@ def _cuda(index: int) -> Part:
 
 
 def _formats(hardware: Hardware) -> Part:
-    """Return the formats that a device computes fast, and what precision="auto" chooses for it and why."""
+    """Return the formats in which a device is fast, and what precision="auto" chooses for it and why."""
     choice = chosen_for(hardware)
     fast = [name for name in NEEDS if hardware.computes(name)]
     return {"fast": fast, "auto": choice.precision, "auto_because": choice.reason}

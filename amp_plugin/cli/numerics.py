@@ -68,7 +68,7 @@ def _find_non_finite(
     from amp_plugin.scaling.ranks import rank_of_process  # noqa: PLC0415
 
     def tell_at_once(finding: Finding) -> None:
-        """Print a rank's finding at once, because a launcher ends all ranks as soon as one rank ends."""
+        """Print a rank's finding immediately, because a launcher ends all ranks as soon as one rank ends."""
         if finding.rank is not None and not as_json:
             _print_finding(finding)
 

@@ -73,7 +73,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
-    """Return the set of rules that each word names. All sets are for one device type.
+    """Return the set of rules for each word, which is a name or a file. All sets are for one device type.
 
     The default device type is that of a rules file or, without a file, that of this machine's accelerator.
     """

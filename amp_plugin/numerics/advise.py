@@ -109,7 +109,7 @@ _ADVICE["range, backward"] = _ADVICE["loss scale"].replace("loss smaller", "loss
 
 
 def _rows(c: _Case) -> Iterator[tuple[object, str]]:
-    """Yield the rows of the table. Each row says whether it matches, and has the key of its advice."""
+    """Yield the rows of the table. Each row holds a condition, and the key of the advice for it."""
     base, forward, nan = c.base, c.forward, "nan" in c.finding.held
     yield nan and c.infinite and base in SOFTMAXES, "mask"
     yield nan and c.infinite, "infinity"

@@ -184,10 +184,10 @@ def compare_runs(
 ) -> RunComparison:
     """Compare two recordings of ``record_run``, each a file or, if there were several ranks, a folder.
 
-    Results are matched by rank, step, direction, module, op and their order. So a run in bf16 can be compared
-    with a run in fp32, although only the first has casts. The comparison uses the values that each op would
-    have computed without rounding. The values of the two runs may differ by three times as much as the op's
-    inputs differ, plus twice the eps of the coarsest dtype.
+    Results are matched by rank, step, direction, module, op and the order in which they were computed. So a
+    run in bf16 can be compared with a run in fp32, although only the first has casts. The comparison uses the
+    values that each op would have computed without rounding. The values of the two runs may differ by three
+    times as much as the op's inputs differ, plus twice the eps of the coarsest dtype.
 
     If only one of the recordings has several ranks, its shards, partial sums and replicas are combined before
     they are compared. The single process of the other recording must process the whole batch of each step.
@@ -205,8 +205,8 @@ def compare_runs(
 
     Raises:
         ValueError: A file does not contain a recorded run, or the file of a rank is missing although its
-            results are needed. The error is also raised if the two runs share no rank or no result, or if
-            they have different numbers of ranks and neither has a single process.
+            results are needed. The error is also raised if the two runs have no rank or no result in common,
+            or if they have different numbers of ranks and neither has a single process.
     """
     ours, theirs = RecordedFiles.find(Path(first)), RecordedFiles.find(Path(second))
     known = names if isinstance(names, ModuleNames) else ModuleNames(names)
@@ -385,7 +385,7 @@ def _judged(
     input is returned.
 
     ``largest`` is the largest difference so far that rounding explains. ``inputs`` is a lower bound on the
-    difference between the inputs, which their fingerprints may raise.
+    difference between the inputs. The inputs' fingerprints may show a larger one.
     """
     slack, reason = 2 * max(mine.eps, its.eps), ""
     relative = mine.held.difference(its.held)

@@ -64,7 +64,7 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
 
 
 def _arrival(matches: Matches, judged: Mapping[int, Verdict]) -> Callable[[Match], bool]:
-    """Return a function that decides from the results computed from a result whether it counts as wrong.
+    """Return a function that decides whether a result counts as wrong, given what is computed from it.
 
     The function returns True if a wrong result is computed from the given one, or if no result that exists in
     both runs is computed from it.

@@ -58,10 +58,12 @@ class CompiledComparison:
     compared.
 
     Attributes:
-        differences: For each graph that differs by more than rounding explains, the first result that does.
+        differences: For each graph, the first result that differs by more than rounding explains, if there is
+            one.
         graphs: The number of graphs that were compiled.
         compared: The number of results and gradients that were compared.
-        not_compared: Maps a description of what could not be compared to how often this happened.
+        not_compared: Maps a description of each comparison that was not possible to its number of
+            occurrences.
     """
 
     def __init__(self) -> None:
@@ -277,7 +279,7 @@ def _difference(
 
 
 def _origin(eager: _EagerRuns, compile_graph: Callable[..., Any]) -> fx.Node | None:
-    """Compile the graph so that it returns the result of each op, and return the first op that differs."""
+    """Compile the graph to return the result of each op, and return the first op whose result differs."""
     module = copy.deepcopy(eager.module)
     output = module.graph.output_node()
     ops = [node for node in module.graph.nodes if node.op.startswith("call_")]

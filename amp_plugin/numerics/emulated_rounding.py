@@ -1,8 +1,8 @@
 """Run a program with the roundings of another implementation, such as an inference engine.
 
-``EmulatedRounding`` rounds results or operands of chosen ops once more. ``attention_in_steps`` replaces
-torch's fused attention by separate steps, so that it can round like another fused kernel. Both change values
-but not dtypes, so the program needs no changes.
+``EmulatedRounding`` adds a rounding step to the results or operands of chosen ops. ``attention_in_steps``
+replaces torch's fused attention by separate steps, so that it can round like another fused kernel. Both
+change values but not dtypes, so the program needs no changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FP8: Final = torch.float8_e4m3fn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpPlace:
-    """The results or operands of an op on one line of a program, whose rounding can be emulated.
+    """A place where rounding can be emulated: the results or operands of an op on one line of a program.
 
     Attributes:
         op: The name of the op without namespace and overload, such as ``"mul"``.
@@ -64,7 +64,7 @@ class OpPlace:
 
 
 class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
-    """A region for forward passes in which numbers are rounded once more at chosen places.
+    """A region that adds rounding steps at chosen places of forward passes.
 
     Args:
         dtype: The dtype to round to. Only results in a wider dtype are rounded.
@@ -73,7 +73,7 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
 
     Attributes:
         found: Maps the place of each result that is wider than ``dtype`` to the shape of its first result, in
-            the order of first execution. If places are given, only places of the same ops are recorded.
+            the order of first execution. If places are given, only places with the same ops are recorded.
         product: The module that called the last matrix product of the forward pass; None if there is none.
         last: The place of the last matrix product; None if its result is not wider than ``dtype``.
     """

@@ -118,9 +118,9 @@ class Finding:
         rule_names: The ops that need an fp32 rule if 16 bits are the reason. See ``OpRules.with_rule``.
         source: The path of the weight that held the nan or inf. For input data, the batch, the tensor and the
             row, as far as they are known.
-        lesson: A string with further facts. For ``"learning"``, it says what was measured. For ``"dtype"``,
-            it names the dtypes of the inputs. For ``"clip"``, it names the loss scale and the limit. For
-            ``"order"``, it names the call that is missing.
+        lesson: A string with further facts, which depend on the kind: what was measured (``"learning"``), the
+            dtypes of the inputs (``"dtype"``), the loss scale and the limit (``"clip"``), or the call that is
+            missing (``"order"``).
         count: The number of times that this finding occurred at the same op and line.
     """
 

@@ -39,8 +39,8 @@ from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.overflows import FirstModules
 from amp_plugin.scaling.step_log import StepLog, StepResult
 
-STEPS_AFTER_SKIP: Final = 8  # this many steps after a skipped step have hooks
-STEPS_IN_ALL: Final = 64  # at most this many steps of a run have hooks
+STEPS_AFTER_SKIP: Final = 8  # the hooks stay for this many steps after a skipped step
+STEPS_IN_ALL: Final = 64  # at most this many steps of a run are taken with hooks
 _MOST_NUMBERS: Final = 50_000  # at most this many magnitudes are kept per step
 _MOST_TENSORS: Final = 8  # at most this many tensors are measured per call of a module
 _DTYPES: Final = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -67,7 +67,7 @@ class ModuleWatch:
         self._measured: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # The ids of the optimizers that have stepped since the last measurement. There may be several.
         self._stepped: set[int] = set()
-        self._just_begun = False  # whether the hooks came too late for the passes that led to these steps
+        self._just_begun = False  # whether hooks were added after the passes that led to these steps
         # _left: how many steps may still run with hooks if no further step is skipped.
         # _budget: how many steps of this run may still run with hooks.
         self._left, self._budget = 0, STEPS_IN_ALL
@@ -131,7 +131,7 @@ class ModuleWatch:
 
     def _begin(self) -> None:
         self._just_begun = True
-        # Within this context, the log knows whether a step was skipped before the next step begins.
+        # Within this context, the log knows before the next step begins whether a step was skipped.
         # So all magnitudes that the hooks have collected belong to the step that has just ended.
         self._open.enter_context(self._log.watched())
         self._hooks.open()

@@ -88,7 +88,8 @@ def _measure(found: OperandRange, tensor: Tensor, *, is_gradient: bool) -> None:
 class FormatLog:
     """Measures the operands of layers that ``convert`` has converted. See ``log_formats``.
 
-    A log can be used as a context manager or as an observer of a :class:`~amp_plugin.numerics.op.Region`.
+    A ``FormatLog`` can be used as a context manager or as an observer of a
+    :class:`~amp_plugin.numerics.op.Region`.
     """
 
     def __init__(self, tracker: Tracker) -> None:
@@ -134,7 +135,7 @@ class FormatLog:
         return next((found.format for (module, _), found in self._ranges.items() if module == path), "")
 
     def table(self) -> Table:
-        """Return a rich table with a row for each operand of each converted layer."""
+        """Return a ``rich`` table with a row for each operand of each converted layer."""
         table = Table(title="Layers below 16 bits", box=None, pad_edge=False, title_justify="left")
         for column in ("module", "format", "operand"):
             table.add_column(column)

@@ -19,7 +19,7 @@ from amp_plugin.numerics.parts import Axis, Part
 from amp_plugin.numerics.process_mesh import ProcessMesh
 from amp_plugin.numerics.recorded import Difference, OpRecord
 
-_UNKNOWN = Part(shape=(), sums={})  # stands for the part of an input if only its fingerprint is known
+_UNKNOWN = Part(shape=(), sums={})  # placeholder for an input of which only the fingerprint is known
 _GROWTH = 3.0  # an op may amplify the difference between its inputs by this factor
 
 
@@ -40,7 +40,7 @@ class Cause(NamedTuple):
     is_coarse: bool = False
 
     def within(self, clues: Iterable[Collection[Axis]]) -> Cause:
-        """Return the cause, restricted to those of its mesh dimensions that are also in a clue.
+        """Return the cause, restricted to those of its mesh dimensions that a clue also contains.
 
         The first clue that has a mesh dimension in common with the cause is used.
         """
@@ -292,7 +292,10 @@ def _exchanged_before(match: Match, matches: Matches) -> tuple[Axis, ...]:
 
 
 def _made_alone(match: Match, matches: Matches) -> str:
-    """Describe an op that computed an input and that only the ranks run; empty if there is none."""
+    """Describe an op that computed an input but that only the ranks run, not the single process.
+
+    Return an empty string if there is no such op.
+    """
     for rank, number in match.pieces.values():
         records = matches.runs[rank].records
         for read in records[number].reads:

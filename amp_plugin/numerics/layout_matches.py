@@ -6,7 +6,7 @@ for each step, direction, module and op:
 
     if each rank has as many results as the single process, match the results one by one
 
-    if each rank has that many results for each micro-batch, match them one by one in each micro-batch
+    if each rank has as many results per micro-batch, match them one by one in each micro-batch
 
     else leave out results whose shapes do not fit those of the other run, and count the results again
 """
@@ -38,7 +38,7 @@ class Match(NamedTuple):
         mine: The record of the single process.
         theirs: The records of the ranks.
         layout: The result of the single process, and its pieces on the ranks.
-        is_gradient: Whether the result is a gradient as the optimizer receives it.
+        is_gradient: Whether the result is a gradient that reaches the optimizer.
     """
 
     number: int

@@ -37,7 +37,7 @@ def prefixes(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing. A copy of the hooks calls this function instead of the original one."""
+    """Do nothing. A copied hook calls this function instead of the original hook's function."""
 
 
 class ModuleHooks:

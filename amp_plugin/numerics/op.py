@@ -611,7 +611,7 @@ def is_watched() -> bool:
 
 
 def _in_block(device: str) -> AbstractContextManager[object]:
-    """Let autocast cast the ops inside a kernel, which it does not see under a dispatch mode by default."""
+    """Let autocast cast the ops inside a kernel, which a dispatch mode hides from it by default."""
     block = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(f"Autocast{device.upper()}"))
     excluded = torch._C._dispatch_tls_local_exclude_set() - block
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)

@@ -137,7 +137,7 @@ class ForwardSites:
 
     def __init__(self) -> None:
         self._sites: dict[tuple[int, int], Site] = {}  # maps (thread, number of a node) to a site
-        # Maps a thread to the number of the last node that it made before this object was used in it.
+        # Maps a thread to the number of its last node from before the thread first used this object.
         self._before: dict[int, int] = dict([self._latest()])
 
     def record(self, op: str, module: str) -> None:

@@ -84,7 +84,7 @@ class RankRecorder:
             self.file.note_mesh(dict(mesh.keys()))
 
     def record_weight(self, share: Share) -> None:
-        """Record this rank's part of a weight before the first step of the weight."""
+        """Record this rank's part of a weight before the weight is first updated."""
         name, weight, describe = share
         values = real_values(weight)
         if name in self.run.weights or values is None:
@@ -249,7 +249,7 @@ def _coarsest(tensors: Sequence[Tensor]) -> torch.finfo | None:
 def _excess(call: Call, result: Tensor, exact: Tensor, coarsest: torch.finfo) -> float:
     """Return an op's own error, divided by the error that rounding explains.
 
-    Rounding explains errors from rounding the result and from fp32 sums whose terms cancel.
+    An error counts as rounding if it can come from rounding the result, or from fp32 sums whose terms cancel.
     """
     if not result.is_floating_point():
         return 0.0

@@ -53,7 +53,7 @@ for param in {name}.parameters():
     if param.requires_grad:
         param.data = param.data.float()
 """
-# Parts of torch's error messages about dtypes that are raised before an op is called.
+# Parts of the messages of dtype errors that torch raises before it calls an op.
 _REFUSES: Final = re.compile(
     r"same (data ?)?type|same dtype|[Uu]nsupported dtype|[Ll]ow precision dtypes|does not match weight dtype|"
     r"[Tt]ype promoting not supported|expected scalar type|must be either float or double"
@@ -109,7 +109,7 @@ def refused(tracker: Tracker, call: Call, error: BaseException) -> Refused | Non
 
 
 def _finding(tracker: Tracker, call: Call, rule: str) -> Finding:
-    """Describe an op that fails with the dtypes of its inputs but runs under an op rule."""
+    """Describe an op that fails because of its inputs' dtypes but would run under an op rule."""
     site, node = call.site, call.node
     inputs = tuple(summarise(a.tensor, tracker.weight(a.tensor) or a.label) for a in call.arguments)
     is_in_place = bool(call.traits.written)
@@ -292,7 +292,7 @@ def _is_same(known: BaseException, error: BaseException) -> bool:
 
 
 def _decorated(function: Any) -> tuple[Cure, ...]:
-    """Return lines of code that make an autograd function follow autocast.
+    """Return lines of code that make an autograd function use the dtype of autocast.
 
     Return no lines if the function has a ``setup_context``.
     """

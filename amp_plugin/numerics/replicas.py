@@ -2,7 +2,7 @@
 
 a weight is a replica if it had the same bits on all ranks before its first step
 
-a constant weight, such as a new bias of zeros, can be equal by chance
+a constant weight, such as a new bias of zeros, can be equal on all ranks by chance
 
     it is a replica if the other weights of its module are replicas
 

@@ -50,8 +50,8 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         model: The model from which module names are taken. By default, names begin with the class of the
             outermost module that is called.
         steps: The number of optimizer steps to record. Later steps run without recording.
-        mesh: The device mesh of the ranks, whose dimensions ``compare_runs`` names. ``mesh`` is needed only
-            if no weight is a DTensor.
+        mesh: The device mesh of the ranks. Reports of ``compare_runs`` name its dimensions. ``mesh`` is
+            needed only if no weight is a DTensor.
         placements: The placements on ``mesh`` of weights that the program shards itself. The dict maps the
             name of a weight to one placement of ``torch.distributed.tensor`` for each dimension of the mesh.
             Names are written as in a report, and ``*`` matches any text. With placements, each shard is

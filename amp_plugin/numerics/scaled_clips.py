@@ -32,7 +32,7 @@ _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _SCALERS: Final = [kind for kind in GradScaler.__mro__ if {"step", "unscale_"} <= vars(kind).keys()]
 # At most this many calls per line are checked, because each check reads the loss scale from the device.
 _MOST_LOOKS: Final = 20
-# The user is taken to have scaled a limit that is above this number and above 1 % of the loss scale.
+# A limit above this number and above 1 % of the loss scale is assumed to have been scaled by the user.
 _LARGEST_LIMIT: Final = 10.0
 
 

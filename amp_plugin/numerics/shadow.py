@@ -1,4 +1,4 @@
-"""Find the ops that lose precision by running each op of a program a second time in fp32 or fp64."""
+"""Run each op of a program a second time in fp32 or fp64, to find the ops that lose precision."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         return dict(self.unseen)
 
     def table(self, rows: int | None = 20) -> Table:
-        """Return a rich table of the errors, sorted by the op's own error, largest first.
+        """Return a ``rich`` table of the errors, sorted by the op's own error, largest first.
 
         Args:
             rows: The largest number of rows. None shows all rows.

@@ -2,8 +2,8 @@
 
 In torch's ``LocalTensorMode``, a tensor of type ``LocalTensor`` holds one tensor for each rank. Each op on a
 ``LocalTensor`` runs once for each rank, and a collective combines the tensors of the ranks. So the ops of one
-rank look like those of a process with this rank. This module does not import the mode, because a program that
-uses the mode has imported it.
+rank look like those of a separate process that has this rank. This module does not import the mode, because a
+program that uses the mode has imported it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read the values of tensors, such as ranges, infs, nans and fingerprints, and keep facts about storages."""
+"""Summarise tensors by their ranges, infs, nans and fingerprints, and keep facts about storages."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Fingerprint:
     norm: float  # the Euclidean norm of the finite elements
     unfinite: int  # the number of elements that are not finite
     # A count sketch: each element is added, with a pseudo-random sign, to a pseudo-random bucket.
-    # The distance between two sketches is that between their tensors, to within about 10 %.
+    # The distance between two sketches equals that between their tensors, to within about 10 %.
     sketch: Sequence[float]
     is_discrete: bool = False  # whether the tensor holds integers or booleans
     made_by: int = -1  # the index of the record whose op made the tensor; -1 if no op of the region did

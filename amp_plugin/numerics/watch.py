@@ -1,4 +1,4 @@
-"""Follow each inf or nan from the op that made it to a loss, a gradient or a weight.
+"""Trace each inf or nan from the op where it arose to a loss, a gradient or a weight.
 
 for each op, look at its results
 
@@ -82,7 +82,7 @@ class Origin:
     kind: Kind  # as in Finding
     # The finding to report. None for a constant, and for memory that no op has read yet.
     finding: Finding | None = None
-    # The place that called the op that made the inf or nan. For a backward op, the place of its forward op.
+    # Where the op that made the inf or nan was called. For a backward op, where its forward op was called.
     site: Site | None = None
     is_reported: bool = False  # if True, neither this origin nor anything it leads to is reported again
     is_read: bool = False  # whether an op has computed with the inf or nan; copies and views do not count
@@ -96,7 +96,7 @@ class Origin:
 
     @property
     def explains(self) -> bool:
-        """Whether this origin is a fault. A fault explains all infs and nans that are computed from it."""
+        """Whether this origin is a fault, which explains all infs and nans that are computed from it."""
         return self.kind != "constant"
 
 
@@ -251,7 +251,7 @@ class Watch:
             origin.is_compared |= not results
 
     def _follow_overflow(self, call: Call, output: Any, *, is_new: bool) -> None:
-        """Follow overflows, which are infs where float64 has a finite number.
+        """Track overflows, which are infs where the float64 result is finite.
 
         An overflow is reported if it leads to a finite result that differs greatly from the float64 result.
         """
@@ -298,7 +298,7 @@ class Watch:
             self._report(origin, f"{' and '.join(judged.held)} in {call}")
         elif owner and isinstance(result.tensor, nn.Parameter):
             if origin.kind == "input" and call.traits.moves:
-                origin.kind = "weight"  # loaded with an inf, which is reported when an op uses the weight
+                origin.kind = "weight"  # the inf was loaded; it is reported when an op uses the weight
             else:
                 self._report(origin, f"the weight {owner}, written by {call}")
         elif self._strict and judged.verdict == "made":
@@ -361,7 +361,7 @@ class Watch:
         site = call.forward_site
         first = None if site is None else self._first_at.get(site)
         if first is not None and (first.is_reported or first.is_compared):
-            return first  # the derivative of an op has the same origin as the op
+            return first  # an op and its derivative have the same origin
         origin = self._new("made", call, result, judged.held, site)
         if site is not None:
             self._first_at.setdefault(site, origin)
@@ -501,7 +501,7 @@ def judge(
     own: list[tuple[Held, Tensor | None]] = [] if unfinite else [(values, None)]  # none from an input
     if unfinite and traits.is_pointwise and (new := _new_elements(result.tensor, unfinite)) is not None:
         own.append((non_finite(result.tensor, new), new))
-    # An op that only copies made those non-finite values that were in none of its arguments.
+    # If an op only copies, it made only those non-finite values that are in none of its arguments.
     if unfinite and traits.moves:
         brought = {name for argument in unfinite for name in argument.held}
         own.append((tuple(name for name in values if name not in brought), None))
@@ -523,7 +523,7 @@ def judge(
 def _are_constants(held: Held, scalars: Sequence[float], *, computes: bool) -> bool:
     """Return whether the program passed these infs or nans to the op as Python numbers.
 
-    An op that computes may flip the sign of an inf.
+    If the op does more than copy, it may have flipped the sign of an inf.
     """
     if "nan" in held:
         return any(map(math.isnan, scalars))

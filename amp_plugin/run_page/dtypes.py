@@ -46,7 +46,7 @@ class Survey:
         self._states: tuple[RegionState, ...] = ()
         self._results: dict[str, torch.dtype] = {}
         self._products: dict[str, list[torch.dtype]] = {}  # dtypes of matrix products by module name
-        self._formats: dict[str, OperandRange] = {}  # ranges of inputs of layers that run below 16 bits
+        self._formats: dict[str, OperandRange] = {}  # input ranges of layers that compute below 16 bits
         self._gradients: dict[Tensor, tuple[torch.dtype, int]] = {}
         self._is_over = False
 

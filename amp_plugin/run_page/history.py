@@ -12,7 +12,7 @@ from amp_plugin.run_page.headroom import shown
 from amp_plugin.scaling.overflows import OverflowReport
 from amp_plugin.scaling.step_log import StepResult
 
-_MOST_STEPS: Final = 10_000  # if a curve has more points, every second point is dropped
+_MOST_STEPS: Final = 10_000  # if a curve has more points than this, every second point is dropped
 # If an earlier step succeeded at this many times the current scale, lowering the scale does not help.
 _FAR_LOWER: Final = 4.0
 _MOST_SKIPS: Final = 1_000  # the details of at most this many skipped steps are kept
@@ -138,7 +138,7 @@ class History:
             self._note_help(result.name, after=number - result.in_a_row, helps=False)
 
     def _note_help(self, optimizer: str, *, after: int, helps: bool) -> None:
-        """Record whether a lower loss scale would prevent an optimizer's skips after step ``after``."""
+        """Record whether a lower scale would prevent an optimizer from skipping steps after ``after``."""
         if helps and optimizer not in self._unhelped:
             return
         (self._unhelped.discard if helps else self._unhelped.add)(optimizer)

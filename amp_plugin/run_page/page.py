@@ -176,7 +176,7 @@ _POWER_OF_TWO: Final = (  # a tick label of the loss scale
     "datum.value >= 1 && datum.value < 1000 || abs(log(datum.value) / LN2 - round(log(datum.value) / LN2)) "
     "> 1e-6 ? format(datum.value, '~g') : '2^' + format(log(datum.value) / LN2, '.0f')"
 )
-# Selects a point between two gaps, which a line does not show.
+# Selects a point between two gaps, because a line would not show it.
 _ALONE: Final = "isValid(datum.value) && !isValid(datum.previous) && !isValid(datum.next)"
 _LABEL: Final = 27  # module names next to a map have this many characters, or more if two would be equal
 _ROW, _MAP_HEIGHT = 18, 620
@@ -290,7 +290,7 @@ _MAPS: Final = {  # maps the name of a map to its legend, description, domain an
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Map long names to short names, which are cut in the middle. All short names are different."""
+    """Map long names to shorter names, in which the middle is left out. All short names are different."""
     for width in range(_LABEL, max(map(len, names), default=0)):
         for head in range(width // 3, width - 5):
             cut = {

@@ -44,7 +44,7 @@ from amp_plugin.scaling.ranks import rank_of_process
 from amp_plugin.scaling.step_log import StepLog, StepResult, new_logs
 
 _SECONDS: Final = 10.0  # the file is written again after this many seconds at the earliest
-_MOST_GROWTHS: Final = 20  # the growth of weights is measured at this many wrong steps at most
+_MOST_GROWTHS: Final = 20  # the growth of weights is measured after at most this many steps that went wrong
 _PACKAGES: Final = ("torch", "amp_plugin", "accelerate", "lightning", "pytorch_lightning", "transformers")
 
 

@@ -53,7 +53,7 @@ from amp_plugin.tuning.suspects import Suspect, suspects_of
 from amp_plugin.tuning.trainer import Step, Trainer
 from amp_plugin.tuning.workload import used_ops
 
-_WORTH: Final = 0.9  # a cause must reduce the gap below this fraction
+_WORTH: Final = 0.9  # removing a cause must reduce the gap to less than this fraction
 _NEGLIGIBLE: Final = 0.05  # the search stops when the gap is below this fraction of the floor
 # Among suspects whose gaps are within this factor of the smallest gap, the one with the fewest places wins.
 _NEAR: Final = 1.05
@@ -200,7 +200,7 @@ def _searched(
     least: float,
     on_try: Callable[[str], object],
 ) -> tuple[Trainer, list[Cause]]:
-    """Search for causes on one side after the other, on the first batches.
+    """Search for causes in one program and then in the other, on the first batches.
 
     Returns:
         The trainer with all changes, on all batches, and the causes.

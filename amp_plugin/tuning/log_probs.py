@@ -14,8 +14,8 @@ top-p. The recorded log-probabilities show what the generator did.
 
     keep a trial if its mean gap is below 0.8 times the smallest gap so far
 
-Rounding errors point in random directions, so another temperature or top-p does not reduce a gap that comes
-from rounding.
+Rounding errors have random signs, so changing the temperature or top-p does not reduce a gap that comes from
+rounding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from amp_plugin.hardware import widest_float
 
-_BETTER: Final = 0.8  # another temperature or top-p must reduce the gap below this fraction
+_BETTER: Final = 0.8  # a new temperature or top-p must reduce the gap to less than this fraction
 _TEMPERATURES: Final = (0.05, 5.0)  # the range in which the temperature is searched for
 _TOP_PS: Final = (0.05, 0.999)
 _POINTS: Final = 48  # the number of points in the first grid
@@ -84,8 +84,8 @@ class Sampling:
 
     Attributes:
         temperature: The number by which logits are divided.
-        top_p: The probability that the most probable tokens must reach together. All other tokens are
-            dropped. With 1, no token is dropped.
+        top_p: The total probability that the most probable tokens must reach. All other tokens are dropped.
+            With 1, no token is dropped.
     """
 
     temperature: Setting = 1.0
@@ -118,7 +118,7 @@ class Sampling:
 
 
 def _nucleus(log_probs: Tensor, top_p: Setting) -> Tensor:
-    """Return each row's total probability of the most probable tokens that together reach ``top_p``."""
+    """For each row, return the total probability of the top tokens that together reach ``top_p``."""
     ordered = log_probs.exp().sort(-1, descending=True).values
     before = ordered.cumsum(-1) - ordered
     limit = top_p[:, None] if isinstance(top_p, Tensor) else top_p

@@ -79,8 +79,8 @@ class Measurement:
     def growth(self, goal: SearchGoal, default: Measurement) -> float:
         """Return the factor by which the price of the rules grows, compared with the default rules.
 
-        The price is the gradient error or, if the goal is accuracy or a gap, the bytes. There are two errors
-        and two byte counts, and the one that grows more is used.
+        The price is the gradient error or, if the goal is accuracy or a gap, the number of bytes. Of the two
+        errors, or of the two byte counts, the one that grows more is used.
         """
         is_exactness = goal in {"accuracy", "gap"}
         names = ("cast_bytes", "saved_bytes") if is_exactness else ("error", "mean_error")
@@ -240,7 +240,7 @@ def timed_in_turns(
     Args:
         before: A function that measures the time of a batch without the change.
         after: A function that measures the time of a batch with the change. None if there is no change.
-            Without a change, the same measurement is returned twice.
+            In this case, a single measurement is made and returned twice.
     """
     if after is None:
         return (once := before()), once

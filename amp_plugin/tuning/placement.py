@@ -14,11 +14,11 @@ both a smaller error and a smaller cost. The placements that are kept are called
 
     for each layer:
 
-        extend each placement in front by each format of the layer, if the error is within the budget
+        extend each placement in the front by each format of the layer, if the error is within the budget
 
         keep the placements that are cheaper than all placements with a smaller error
 
-    return the last placement of front, which is the cheapest
+    return the last placement in the front, which is the cheapest
 
 This finds the cheapest placement. If the front has more than 1024 placements, the range of errors is divided
 into 1023 intervals, and only the cheapest placement in each interval is kept. If a front is thinned in this

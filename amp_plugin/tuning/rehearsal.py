@@ -135,7 +135,7 @@ class Rehearsal:
         )
 
     def table(self) -> Table:
-        """Return a rich table with each layer's errors in each format. The chosen formats are marked."""
+        """Return a ``rich`` table with each layer's errors in each format. The chosen formats are marked."""
         table = Table(title=self.headline, box=None, pad_edge=False, title_justify="left")
         for column in _COLUMNS:
             table.add_column(column, justify="left" if column in {"layer", "format"} else "right")
@@ -191,7 +191,7 @@ class Rehearsal:
     def save(self, path: str | Path) -> list[Path]:
         """Write files for amp_plugin, torchao and TransformerEngine, and return their paths.
 
-        If ``path`` is ``formats.yaml``, the others are ``formats_torchao.py`` and ``formats_te.yaml``.
+        If ``path`` is ``formats.yaml``, the other two are ``formats_torchao.py`` and ``formats_te.yaml``.
         """
         file = Path(path)
         texts = {
@@ -250,7 +250,7 @@ layers_in_bf16:
 def _linears_followed(
     model: nn.Module | None, compute: Callable[[str, nn.Linear, Tensor], Tensor]
 ) -> Iterator[None]:
-    """In a block, call ``compute`` instead of the forward of each Linear layer.
+    """In a block, call ``compute`` instead of the forward method of each Linear layer.
 
     ``compute`` is called with the layer's name, the layer and its input.
 
@@ -447,7 +447,7 @@ def rehearsed(
 def _verified(
     layers: Sequence[Layer], error: Callable[[Mapping[str, str]], float], budget: float
 ) -> tuple[dict[str, str], float, float]:
-    """Run placements, and return the cheapest one whose measured error is within the budget.
+    """Run several placements, and return the cheapest one whose measured error is within the budget.
 
     Returns:
         The placement, its gradient error, and the gradient error with all layers in bf16.

@@ -1,4 +1,4 @@
-"""Search for the op rules that save most. Rules are tried one at a time, and added while they save more.
+"""Search for the op rules that save most. Rules are tried one by one, and added if they save more.
 
 measure the default rules
 
@@ -8,7 +8,7 @@ on half of the batches, go through the rules that save something, the largest sa
 
     add the rule to the chosen rules if they then stay within the budget and cost less
 
-repeat this while rules are added, at most three times
+repeat this until no more rules are added, at most three times
 
 drop each chosen rule whose removal does not raise the cost
 
@@ -97,7 +97,7 @@ class Search:
         default: The op rules from which the search starts.
         goal: What the search reduces.
         budget: The fraction by which the price may grow, such as 0.05. The price is the gradient error or,
-            for the goal "accuracy", the bytes.
+            for the goal "accuracy", the number of saved or cast bytes.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Search:
         return measured.cost(goal) < than.cost(goal) - _LEAST_GAIN[goal] * default.cost(goal)
 
     def nearest(self) -> str:
-        """Describe the set of changes that would save something and exceeds the budget by the least.
+        """Describe the set of changes that saves something but exceeds the budget by the smallest amount.
 
         Return ``""`` if there is none.
         """

@@ -84,7 +84,7 @@ class Trainer:
             return self.scores()
 
     def exact(self) -> Tensor:
-        """Return the log-probabilities of the unchanged trainer without rounding, in float64."""
+        """Return the log-probabilities that the unchanged trainer would have without rounding, in float64."""
         device = self.default.device_type
         shadow = ShadowRun(dtype=widest_float(torch.device(device)))
         with rules_on_trial(rules_without_16_bits(device)), shadow:
@@ -94,8 +94,8 @@ class Trainer:
         """Run the step without any changes, and return its log-probabilities.
 
         Args:
-            values: A function that returns the values to use for a tensor of logits. By default, the tensor's
-                own values are used.
+            values: A function that takes a tensor of logits and returns the values to use for it. By default,
+                the tensor's own values are used.
         """
         found: list[Tensor] = []
 
@@ -121,7 +121,7 @@ class Trainer:
             return torch.full_like(recorded, math.inf)
 
     def measure(self, least: float) -> Measurement:
-        """Return the gap and the bytes of casts as a ``Measurement``, for a search over rules.
+        """Return the gap and the number of cast bytes as a ``Measurement``, for a search over rules.
 
         A gap below ``least`` counts as ``least``, so that no rule is added to reduce it further.
         """

@@ -35,7 +35,7 @@ class Tuning:
         rules: The chosen rules. If the search found no better rules, the default rules are kept.
         goal: The goal of the search.
         budget: The fraction by which the gradient error was allowed to grow. For the goal ``"accuracy"``,
-            this fraction limited the growth of the bytes instead.
+            this fraction limited the growth of the saved and cast bytes instead.
         reference: The dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
         before: The measurement of the default rules on all batches.
         after: The measurement of the chosen rules on all batches.
@@ -43,8 +43,8 @@ class Tuning:
             rules. Both are measured in turns.
         changes: The chosen rules that differ from the default rules.
         tried: All sets of rules that were tried, in order, with their measurements.
-        nearest: A description of the set of rules that would save something and exceeds the budget by the
-            least. Empty if there is no such set.
+        nearest: A description of the set of rules that saves something but exceeds the budget by the smallest
+            amount. Empty if there is no such set.
         is_followed: False if op rules have no effect, because autocast is off or its blocks have their own
             rules.
         jump: Only for the goal ``"accuracy"``: a sentence about the op at which the accumulated error jumps
@@ -76,7 +76,7 @@ class Tuning:
         return not self.changes
 
     def table(self) -> Table:
-        """Return a rich table that compares the default rules with the chosen rules."""
+        """Return a ``rich`` table that compares the default rules with the chosen rules."""
         table = Table(box=None, pad_edge=False)
         table.add_column("per batch")
         for column in ("default", "tuned", "change"):
@@ -211,7 +211,7 @@ def tune(
             reduces the error of gradients that are already finite. A ``Gap`` brings a trainer's
             log-probabilities closer to those of its generator.
         budget: The fraction by which the gradient error may grow. For the goal ``"accuracy"``, this fraction
-            limits the growth of the bytes instead.
+            limits the growth of the saved and cast bytes instead.
         reference: The dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
         progress: True shows a progress bar.
 
