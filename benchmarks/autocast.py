@@ -26,7 +26,7 @@ MICRO_BATCHES = 8
 
 
 class Ops(Section):
-    """Time ops in a region, entering a region, and ops outside regions after the core is loaded."""
+    """Time ops in a region, the entry into a region, and, with the core loaded, ops outside regions."""
 
     key = "ops"
 

@@ -81,7 +81,7 @@ def _one_batch(setting: Setting, region: Region, *, inside: bool) -> Callable[[]
 
 
 def training_step(setting: Setting) -> Comparison:
-    """Compare a training step, from forward pass to scale update, that is compiled as one function."""
+    """Compare a training step that is compiled as one function, from forward pass to scale update."""
     ours = GradScaler(setting.device, init_scale=2.0**10)
     theirs = torch.amp.GradScaler(setting.device, init_scale=2.0**10)
 

@@ -22,7 +22,7 @@ print(time.perf_counter() - start)
 
 
 def seconds(**environment: str) -> float:
-    """Return the time in which a new process compiles or loads the native core, without importing torch."""
+    """Return how long a new process takes to compile or load the native core after importing torch."""
     answer = subprocess.run(
         [sys.executable, "-c", LOAD],
         env={**os.environ, **environment},
@@ -46,7 +46,7 @@ class FirstUse(Section):
     timing = "wall time in a fresh process"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield the first use on a machine, which a smoke test omits, and the first use in a process."""
+        """Yield the first use on a machine, except in a smoke test, and the first use in a process."""
         if not setting.tiny:
             limit = (Gate(limit=40.0, measure="ours", against=OURS),)
             yield _comparison("compiled, with an empty cache", compiled, rounds=3, gates=limit)

@@ -1,4 +1,4 @@
-"""Time the ops between backward and step, compared with memory bandwidth and with torch's clipping."""
+"""Time the ops between backward and step, and compare them with memory copies and torch's clipping."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
 
 
 def per_tensor(setting: Setting) -> Iterator[Comparison]:
-    """Yield the time per tensor in which the native core looks up and reads 1000 small gradients."""
+    """Yield the time per tensor that the native core takes to look up and read 1000 small gradients."""
     bench = Gradients(shapes_of("1000 x 1 KB", setting), setting.device)
     native: Any = native_core().extension
     ledger, factor = native.GradientLedger, torch.tensor(SCALE, device=setting.device)

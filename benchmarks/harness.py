@@ -1,9 +1,10 @@
 """Time several variants of a computation alternately, and compare their medians with promised limits.
 
 A round takes one sample of each variant, in random order. Ratios are computed within a round, so slow changes
-of the machine affect both numbers of a ratio. The reported value is the median over the rounds. The reported
-spread is the interquartile range over the rounds. If the process had to wait for a CPU in some rounds, up to
-half as many rounds are added. Of all rounds, only those in which the process waited least are used.
+in the machine's speed affect both numbers of a ratio. The reported value is the median over the rounds. The
+reported spread is the interquartile range over the rounds. If the process had to wait for a CPU in some
+rounds, up to half as many rounds are added. Of all rounds, only those in which the process waited least are
+used.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The result of a gate. ``holds`` says if ``value`` keeps ``limit`` within the tolerance of 10 %."""
+    """The result of a gate. ``holds`` says whether ``value`` meets ``limit`` within the tolerance of 10 %."""
 
     measure: str
     against: str
@@ -125,7 +126,7 @@ class Verdict:
 
     @property
     def kept(self) -> bool:
-        """Whether the measured value keeps the limit even without the tolerance."""
+        """Whether the measured value meets the limit even without the tolerance."""
         at_least = MEASURES[self.measure].at_least
         return self.value >= self.limit if at_least else self.value <= self.limit
 

@@ -3,10 +3,10 @@
 ``python -m benchmarks.spike_curves`` draws the plot, and prints the table of detection rates.
 ``python -m benchmarks.spike_curves --quick`` makes one short run of each kind, as a test.
 
-A character model is trained on the source code of this package in bf16. In one of fifty steps all gradients
-are multiplied by a factor, as a corrupt training example would do. The detection rate of a factor k is
-computed from runs without spikes. A step with gradient norm n counts as detected if k * n is above the spike
-limit of that step.
+A character model is trained on the source code of this package in bf16. In one of every fifty steps, all
+gradients are multiplied by a factor, as a corrupt training example would do. The detection rate of a factor k
+is computed from runs without spikes. A step with gradient norm n counts as detected if k * n is above the
+spike limit of that step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def corpus() -> tuple[Tensor, int]:
 
 
 def train(seed: int, *, factor: float, on_spike: Spike | None) -> tuple[list[float], list[StepRecord]]:
-    """Train, and multiply gradients by ``factor`` in one of fifty steps. Return losses and step records."""
+    """Train, with the gradients of one in fifty steps times ``factor``. Return losses and step records."""
     text, symbols = corpus()
     torch.manual_seed(seed)
     model = Characters(symbols)

@@ -1,6 +1,6 @@
 """Train models with each format of optimizer state from several seeds, and compare the final losses.
 
-``python -m benchmarks.state_losses FILE --seconds 100`` trains runs that FILE lacks, for 100 seconds.
+``python -m benchmarks.state_losses FILE --seconds 100`` trains runs missing from FILE, for 100 seconds.
 ``python -m benchmarks.state_losses FILE --draw PLOT`` plots the runs in FILE.
 
 A character GPT, a ViT and a ResNet for digits have about 65,000 parameters each. A second GPT has 10 million
@@ -175,7 +175,7 @@ def difference(
 
 
 def main() -> None:
-    """Train the runs that are missing in the file, or plot the runs in the file."""
+    """Train the runs that are missing from the file, or plot the runs in the file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.state_losses")
     parser.add_argument("file", type=Path, help="of JSON lines, a run each")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after so many")

@@ -74,7 +74,7 @@ class MadeGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        """Return a gradient for each parameter, whose elements are the loss's gradient times 1e-3."""
+        """For each parameter, return a gradient filled with 1e-3 times the gradient of the loss."""
         value = grads[0].item() * 1e-3
         return tuple(torch.full_like(param, value, dtype=torch.float32) for param in ctx.params)
 
@@ -144,7 +144,7 @@ def looked_at(setting: Setting, name: str, option: str) -> Comparison:
 
 
 def beside_its_limit(setting: Setting, name: str, shapes: Shapes, optimizer: str) -> Comparison:
-    """Compare a whole step with torch's step, and with a copy of the fewest bytes that a step must move.
+    """Compare a whole step with torch's step, and with a plain copy of as many bytes as a step must move.
 
     A step must move 4 bytes per element to measure the gradient norm, and 8 bytes per element to read and
     write each of gradient, parameter and optimizer states.
@@ -208,7 +208,7 @@ def in_16_bits(setting: Setting) -> Comparison:
 
 
 def in_8_bits(setting: Setting) -> Comparison:
-    """Compare a step with 8-bit state with steps with float32 state, ours and torch's, in one thread."""
+    """Compare a step on 8-bit state with our step and torch's step on float32 state, in one thread."""
     steps: dict[str, Sample] = {}
     for label, weights, state in (
         (OURS, "bf16-true", "8bit"),

@@ -69,7 +69,7 @@ def grouped(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
 
 
 def cells(rows: Sequence[Outcome], mark: str = "**") -> list[list[str]]:
-    """Return the header and the rows of a table. ``mark`` surrounds lost comparisons and missed promises."""
+    """Return the header and rows of a table. ``mark`` is put around lost comparisons and missed promises."""
     labels, compared = list(rows[0].times), list(rows[0].ratios)
     gated = any(row.verdicts for row in rows)
     header = ["", *labels, *(f"ours / {label}" for label in compared), *(["promised"] if gated else [])]

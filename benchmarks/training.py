@@ -25,7 +25,7 @@ HELD = "Memory of a training step, held between steps"
 PEAK = "Peak memory of a training step"
 LOSS = "Loss after five steps: difference from the fp32 loss"
 COUNTED = 5  # the number of steps before steps are timed
-# Each way is a precision, a weight format and a state format.
+# Each way consists of a precision, a weight format and a state format.
 # Each way is compared with torch's step in the same precision.
 WAYS = (
     ("bf16", "bf16", "fp32"),
@@ -60,7 +60,7 @@ MODELS: dict[str, Callable[[Setting], nn.Module]] = {"GPT-2 124M": gpt, "ResNet-
 
 
 class Training:
-    """A model that is trained in one of the compared ways. The first steps measure memory and losses.
+    """A model that is trained in one of the compared ways. Memory and losses are measured in the first steps.
 
     Attributes:
         held: The bytes of device memory in use between steps, for model, optimizer and batches.

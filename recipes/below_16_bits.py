@@ -1,4 +1,4 @@
-"""Train two models in emulated formats below 16 bits, on any machine, and compare with bf16.
+"""Train two models in emulated formats below 16 bits, on any machine, and compare them with bf16.
 
     python -m recipes run below_16_bits [key=value ...]
 

@@ -77,7 +77,7 @@ def load(name: str) -> ModuleType:
 
 
 def run(name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run a recipe as a program, which prints a table of results, and writes ``result.json`` and plots.
+    """Run a recipe as a program that prints a table of results and writes ``result.json`` and plots.
 
     Args:
         name: One of ``NAMES``.

@@ -1,11 +1,11 @@
-"""Does FSDP2 compute what one process computes? Record both runs and compare them, also with a bug in FSDP2.
+"""Does FSDP2 compute the same as one process? Record and compare both runs, also with a deliberate bug.
 
     python -m recipes.compare_layouts FOLDER
 
 A classifier trains for three steps on one process with the whole batch. The same classifier then trains on
-two processes with FSDP2, each with half of the batch. Finally the classifier trains with a deliberate bug, in
-which ``ignored_params`` excludes the last layer from FSDP2. The gradients of the excluded layer are not
-averaged, so the weights of this layer drift apart between the ranks. The loss still falls.
+two processes with FSDP2, each with half of the batch. Finally, ``ignored_params`` excludes the last layer
+from FSDP2, which is a deliberate bug. The gradients of the excluded layer are not averaged, so the weights of
+this layer drift apart between the ranks. The loss still falls.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m recipes run compiled [precision=bf16] [key=value ...]
 
-torch.compile traces the model inside the autocast region, and Inductor fuses the casts into its kernels. For
-a region in another dtype, torch compiles another graph. The first step compiles the model, which takes a
-minute on a slow machine. With ``backend=aot_eager`` the model is only traced, which is faster. At the end the
-recipe prints the number of graph breaks, and the time of forward and backward relative to eager code.
+torch.compile traces the model inside the autocast region, and Inductor fuses the casts into its kernels. If
+the dtype of the region changes, torch compiles the model again. The first step compiles the model, which
+takes a minute on a slow machine. With ``backend=aot_eager`` the model is only traced, which is faster. At the
+end the recipe prints the number of graph breaks, and the time of forward and backward relative to eager code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An op overflows in fp16. ``diagnose`` finds the op before training, and an op rule fixes it.
+"""Before training, find an op that overflows in fp16 with ``diagnose``, and run it in fp32 by an op rule.
 
     python -m recipes run diagnose [precision=bf16] [key=value ...]
 
@@ -74,7 +74,7 @@ class Classifier(nn.Module):
 
 
 def rules_for(model: nn.Module, images: Tensor, labels: Tensor, config: Config) -> tuple[OpRules, str]:
-    """Run one step under diagnose. Return rules that avoid the overflow, and the op (or ``"none"``)."""
+    """Run one step under diagnose. Return rules that avoid overflow, and the op that overflows or "none"."""
     rules = OpRules.default(config.device.partition(":")[0])
     with amp_plugin.diagnose(model, keep_going=True) as diagnosis, region_of(config, rules):
         cross_entropy(model(images), labels).backward()

@@ -1,10 +1,10 @@
-"""Add a gradient penalty in Lightning, which the precision plugin computes from the scaled loss.
+"""In Lightning, add a gradient penalty that the precision plugin computes from the scaled loss.
 
     python -m recipes run gradient_penalty_lightning [precision=bf16] [key=value ...]
 
-The recipe is ``gradient_penalty.py`` in Lightning, with the same losses. Lightning runs ``training_step`` in
-an autocast region. ``precision_plugin.gradient_penalty`` turns autocast off while it computes the penalty.
-The returned penalty is not scaled, and is added to the loss like any other term.
+This is the Lightning version of ``gradient_penalty.py``, with the same losses. Lightning runs
+``training_step`` in an autocast region. ``precision_plugin.gradient_penalty`` turns autocast off while it
+computes the penalty. The returned penalty is not scaled, and is added to the loss like any other term.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Penalised(LightningModule):
         self.net = DigitsNet(config.width)
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return the loss to minimize and the two terms that it is the sum of."""
+        """Return the loss to minimize, and the two terms that add up to it."""
         images, labels = batch
         images.requires_grad_()
         naming = cross_entropy(self.net(images), labels)

@@ -2,8 +2,9 @@
 
     python -m recipes run several_models_accelerate [precision=bf16] [key=value ...]
 
-The recipe is ``several_models.py`` in Accelerate, with the same losses. Accelerate updates the loss scale
-inside every ``optimizer.step()``. AmpAccelerator postpones the update until no optimizer needs the old scale.
+This is the Accelerate version of ``several_models.py``, with the same losses. Accelerate updates the loss
+scale inside every ``optimizer.step()``. AmpAccelerator postpones the update until no optimizer needs the old
+scale.
 """
 
 from __future__ import annotations

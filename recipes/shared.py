@@ -1,7 +1,7 @@
 """Config keys, data, models, and the record of a run with its plots, which the recipes share.
 
-A recipe needs this file and no other file of this folder. To use a recipe elsewhere, copy the recipe and this
-file into one folder, and replace ``from recipes.shared import`` by ``from shared import``.
+This is the only other file in this folder that a recipe needs. To use a recipe elsewhere, copy the recipe and
+this file into one folder, and replace ``from recipes.shared import`` by ``from shared import``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Precision(Enum):
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss is scaled. Only fp16 needs this, because many fp16 gradients would underflow."""
+        """Whether the loss is scaled. Only fp16 needs scaling, because small gradients underflow in fp16."""
         return self is Precision.fp16
 
 
@@ -374,13 +374,13 @@ class Generator(Conditioned):
 
 
 def between(real: Tensor, made: Tensor) -> Tensor:
-    """Return a random interpolation of each pair of a real and a made image. The results require grad."""
+    """Return a random interpolation between each real image and a generated one. The results require grad."""
     mix = torch.rand(len(real), 1, device=real.device)
     return (mix * real + (1 - mix) * made).requires_grad_()
 
 
 def average_of(generator: Generator) -> AveragedModel:
-    """Return a running average of the generator, which draws better digits than its latest weights."""
+    """Return a running average of the generator, which draws better digits than the generator itself."""
     return AveragedModel(generator, multi_avg_fn=get_ema_multi_avg_fn(0.99))
 
 
@@ -707,8 +707,8 @@ def on_ranks(function: Callable[[Config], Result], config: Config, processes: in
         function: The function that each process calls. The function must be defined at module level, so that
             other processes can import it.
         config: The argument of the function.
-        processes: The number of processes to start. If it is 1, the function runs in the current process. Not
-            used under torchrun.
+        processes: The number of processes to start. With ``processes=1``, the function runs in the current
+            process. Not used under torchrun.
 
     Raises:
         ConfigError: The number of processes is larger than the number of GPUs.

@@ -5,7 +5,7 @@
 A new thread starts with autocast off. ``autocast_module`` records the autocast state of the thread that calls
 it. Every thread that runs the module uses the recorded autocast state. The threads may be worker threads of a
 pool, as in this recipe, or replicas of ``nn.DataParallel``. Without ``autocast_module``, DataParallel passes
-only the enabled flag to its threads, and neither the dtype nor the op rules.
+only the enabled flag to its threads, but not the dtype or the op rules.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python recipes/train_digits_accelerate.py precision=fp16
 
 The recipe has the same model, data and losses as ``train_digits.py``. The only lines that deal with precision
-import and construct AmpAccelerator.
+are those that import and construct AmpAccelerator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find and fix the gap between a generator with an fp8 key-value cache and its trainer, which has none.
+"""Find and fix the gap between a generator with an fp8 key-value cache and its trainer, which has no cache.
 
 ``python -m recipes.trainer_and_generator FOLDER`` samples from a small Llama with transformers' cache, writes
 ``rollouts.jsonl``, and compares the log-probabilities of the generator with those of the trainer. The recipe

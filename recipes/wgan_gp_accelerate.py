@@ -2,7 +2,7 @@
 
     python -m recipes run wgan_gp_accelerate [precision=bf16] [key=value ...]
 
-The recipe is ``wgan_gp.py`` in Accelerate. AmpAccelerator computes the gradient penalty, and accepts
+This is the Accelerate version of ``wgan_gp.py``. AmpAccelerator computes the gradient penalty, and accepts
 ``inputs=`` in the generator's backward pass. Models prepared by the accelerator need no ``with autocast``,
 because every call runs in its own autocast region. So the gradients of the critic's three calls are added in
 fp32, and differ from those in ``wgan_gp.py`` by rounding.

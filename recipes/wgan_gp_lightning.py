@@ -2,8 +2,8 @@
 
     python -m recipes run wgan_gp_lightning [precision=bf16] [key=value ...]
 
-The recipe is ``wgan_gp.py`` in Lightning. The Trainer's precision plugin computes the gradient penalty. No
-other code deals with precision. ``toggle_optimizer`` prevents the generator's backward pass from leaving
+This is the Lightning version of ``wgan_gp.py``. The Trainer's precision plugin computes the gradient penalty.
+No other code deals with precision. ``toggle_optimizer`` prevents the generator's backward pass from leaving
 gradients in the critic.
 """
 
