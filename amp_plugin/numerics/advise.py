@@ -60,7 +60,7 @@ _WITHIN = re.compile(r"^_?(?:native_)?|_forward$")
 
 _SMALL = " In fp16 an eps below 6e-8 becomes 0: take a larger one, or call float() first."
 
-# Maps a cause, or a cause and a special case of it, to what to do. In these texts, {c} is a _Case.
+# Maps a cause, or a cause with a special case, to advice. In these texts, {c} is a _Case.
 _ADVICE = {
     "weight": "the weight was not finite before this op: look at the checkpoint, at the initialisation, and "
     "at the last step.",

@@ -4,7 +4,7 @@ for each result that both runs have:
 
     difference = the relative difference between the two results, both computed without rounding
 
-    allowed = 3 * the largest difference between the op's inputs + 2 * eps of the coarsest dtype
+    allowed = 3 * the largest difference between the inputs in the two runs + 2 * eps of the coarsest dtype
 
     if the difference is more than allowed, the programs differ at this op
 

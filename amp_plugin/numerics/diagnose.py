@@ -77,7 +77,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         self.read = [*{_about(finding): finding for finding in self._watch.read_elsewhere()}.values()]
 
     def report(self) -> str:
-        """Return all findings as text. If there are none, also list ops that were not watched."""
+        """Return all findings as text. If there are no findings, also list the ops that were not watched."""
         below = [f"{layer}, {operand}: {found}" for (layer, operand), found in self._formats.ranges().items()]
         if self.findings:
             return "\n\n".join([*map(str, self.findings), *filter(None, ["\n".join(below)])])

@@ -72,8 +72,8 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
             recorded.
 
     Attributes:
-        found: Maps the place of each result that is wider than ``dtype`` to the shape of its first result, in
-            the order of first execution. If places are given, only places with the same ops are recorded.
+        found: Maps each place whose results are wider than ``dtype`` to the shape of its first result, in the
+            order of first execution. If places are given, only places with the same ops are recorded.
         product: The module that called the last matrix product of the forward pass; None if there is none.
         last: The place of the last matrix product; None if its result is not wider than ``dtype``.
     """

@@ -6,7 +6,7 @@ for each step, direction, module and op:
 
     if each rank has as many results as the single process, match the results one by one
 
-    if each rank has as many results per micro-batch, match them one by one in each micro-batch
+    if each micro-batch on a rank has as many results as the single process, match them one by one
 
     else leave out results whose shapes do not fit those of the other run, and count the results again
 """

@@ -109,7 +109,7 @@ class Tracker:
                     self._norms.setdefault(path, norm(tensor))
 
     def weight(self, tensor: Tensor) -> str:
-        """Return the path of the parameter or buffer with the same storage, or ``""`` if there is none."""
+        """Return the path of the parameter or buffer in a tensor's storage, or ``""`` if there is none."""
         found = self._weights.get(tensor)
         return found[1] if found else ""
 

@@ -4,13 +4,13 @@ a weight is a replica if it had the same bits on all ranks before its first step
 
 a constant weight, such as a new bias of zeros, can be equal on all ranks by chance
 
-    it is a replica if the other weights of its module are replicas
+    such a weight counts as a replica if the other weights of its module are replicas
 
 for each step, in order
 
     compare the gradients of each replica between the ranks
 
-    if they differ by more than rounding, an all-reduce is missing or superfluous
+    if the gradients differ by more than rounding, an all-reduce is missing or superfluous
 
     stop at the first step with differences, because differences in later steps follow from them
 """

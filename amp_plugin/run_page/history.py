@@ -82,7 +82,7 @@ class History:
         # The steps whose loss was not finite, or that updated weights with non-finite gradients.
         self.wrong_steps: list[int] = []
         self.skips: list[Skip] = []  # the first _MOST_SKIPS skipped steps
-        self.per_point = 1  # every this many steps, one step becomes a point of the curves
+        self.per_point = 1  # one step out of this many becomes a point of the curves
         self._points: list[Point] = []
         # The optimizers whose steps keep being skipped although the loss scale falls.
         self._unhelped: set[str] = set()

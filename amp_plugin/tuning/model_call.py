@@ -26,7 +26,8 @@ def logits_of(output: Any, tokens: Tensor, *, are_all: bool = True) -> Tensor | 
     Args:
         output: The output of a model.
         tokens: The token ids that the model was given, of shape (sequences, longest).
-        are_all: True if each token must have logits, False if some tokens of each sequence are enough.
+        are_all: True if logits are needed for each token, False if those for some tokens of each sequence are
+            enough.
     """
     found = output
     if not isinstance(output, Tensor):

@@ -4,7 +4,7 @@ measure the default rules
 
 on the first batch, measure each rule of each used op alone
 
-on half of the batches, go through the rules that save something, the largest saving first
+on half of the batches, go through the rules that save something, from the largest saving to the smallest
 
     add the rule to the chosen rules if they then stay within the budget and cost less
 
