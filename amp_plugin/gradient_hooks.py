@@ -31,8 +31,8 @@ def unscaled_hooks(scaler: Any) -> Iterator[None]:
     """Pass unscaled gradients to all gradient hooks that are registered inside the block.
 
     A gradient that a hook returns or changes in place is multiplied by the loss scale again. Hooks that are
-    registered outside the block do not change. The block only has to be open while hooks are registered, not
-    during training.
+    registered outside the block are not affected. The block only has to be open while hooks are registered,
+    not during training.
 
     The block affects ``register_hook`` of tensors, and ``register_full_backward_hook`` and
     ``register_full_backward_pre_hook`` of modules. Hooks of ``register_post_accumulate_grad_hook`` still see
@@ -101,7 +101,7 @@ def _wide(grad: Tensor) -> Tensor:
 
 
 def _scaled(result: Any, given: Any, scale: Tensor) -> Any:
-    """Return a hook's result times the loss scale, in the dtype of the original gradient."""
+    """Return a hook's result multiplied by the loss scale, in the dtype of the original gradient."""
     if isinstance(result, Tensor):
         first = given if isinstance(given, Tensor) else next(grad for grad in given if grad is not None)
         product: Tensor = result * scale.to(result.device)

@@ -1,7 +1,7 @@
-"""Decides which number formats a device computes fast, and which precision "auto" chooses for it.
+"""Decides in which number formats a device computes fast, and which precision "auto" chooses for it.
 
 The hardware's generation decides. ``torch.cuda.is_bf16_supported()`` is not used, because it also returns
-True for GPUs that only emulate bfloat16. The table ``NEEDS`` lists the hardware that computes each format
+True for GPUs that only emulate bfloat16. The table ``NEEDS`` lists the hardware on which each format is
 fast.
 """
 
@@ -24,12 +24,12 @@ _LOG: Final = logging.getLogger("amp_plugin")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """The hardware features that a device needs to compute a number format fast.
+    """The hardware features that a device needs to compute fast in a number format.
 
     Attributes:
         nvidia: the first NVIDIA compute capability with fast arithmetic in the format.
         nvidia_before: the first NVIDIA compute capability that no longer supports the format, or None.
-        amd: prefixes of the names of AMD architectures that compute the format fast.
+        amd: prefixes of the names of AMD architectures that compute fast in the format.
         cpu: CPU instruction sets, by torch's names. A CPU needs at least one of them.
         xpu: properties of Intel GPUs, under torch's names for them. A GPU needs at least one of them.
         words: the description of the required hardware for error messages.
@@ -71,7 +71,7 @@ NEEDS: Final[dict[str, Needs]] = {
     "mxfp8": Needs(nvidia=(10, 0), nvidia_before=(11, 0), words=_BLACKWELL),
     "nvfp4": Needs(nvidia=(10, 0), nvidia_before=(11, 0), words=_BLACKWELL),
 }
-"""Maps each format to the hardware that computes it fast. Formats below 16 bits use torchao's kernels."""
+"""Maps each format to the hardware on which it is fast. Formats below 16 bits use torchao's kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,7 @@ class Hardware:
     is_known: bool = True
 
     def computes(self, format_name: str) -> bool | None:
-        """Return whether the device computes a number format fast, or None if that is unknown."""
+        """Return whether the device computes fast in a number format, or None if that is unknown."""
         needs = NEEDS[format_name]
         if not self.is_known:
             return None
@@ -157,7 +157,7 @@ _ACCELERATORS: Final = ("cuda", "mps", "xpu")
 
 
 def is_fast(format_name: str, device_type: str, index: int = 0) -> bool | None:
-    """Return whether a device computes a number format fast, or None if that is unknown."""
+    """Return whether a device computes fast in a number format, or None if that is unknown."""
     return hardware_of(device_type, index).computes(format_name)
 
 
@@ -185,7 +185,7 @@ class PrecisionChoice:
 
 
 def choose_precision(device: str | None = None, index: int = 0) -> PrecisionChoice:
-    """Choose a precision that a device computes fast: bf16 if possible, else fp16, else fp32.
+    """Choose a precision in which a device computes fast: bf16 if possible, else fp16, else fp32.
 
     The option ``precision="auto"`` makes the same choice. The choice is fp16 for a GPU that only emulates
     bfloat16, and fp32 for a CPU without 16-bit instructions. Nothing is measured. The hardware's generation

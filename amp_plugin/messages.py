@@ -125,7 +125,7 @@ def _is_others(frame: FrameType) -> bool:
 
 @contextmanager
 def only_warning(what: str, end: Callable[[], object]) -> Iterator[None]:
-    """Turn errors in code that only observes a run into a warning, and call ``end``. The run continues."""
+    """Turn an error in code that only observes a run into a warning, then call ``end``. The run continues."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - no error of an observer may end a run

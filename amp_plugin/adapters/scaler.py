@@ -60,7 +60,7 @@ def _unnamed(optimizer: Optimizer, named: set[int]) -> list[Tensor]:
 
 
 def scaler_groups(*models: nn.Module) -> dict[str, Any]:
-    """Return a model's FSDP1 process group, with a key that states whether its ranks hold whole gradients."""
+    """Return a model's FSDP1 process group, under a key that tells whether ranks hold whole gradients."""
     root = next((model for model in models if isinstance(model, FullyShardedDataParallel)), None)
     if root is None or root.process_group is None:
         return {}
@@ -70,7 +70,7 @@ def scaler_groups(*models: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def anomalies_explained(scaler: Any) -> Iterator[None]:
-    """If torch's anomaly detection raises, add to the error that the loss scale may be the only cause.
+    """If torch's anomaly detection raises an error, add that the loss scale may be the only cause.
 
     Dynamic loss scaling finds the scale by letting some gradients overflow. Anomaly detection mistakes the
     first overflow for a bug, and ends a run in which nothing is wrong.

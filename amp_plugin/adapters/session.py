@@ -120,7 +120,7 @@ class Session:
         self.measures_norms = False
         self.attempted_steps = 0
         self.is_aside = False
-        # The results that new_norms() has returned. The references are weak, because results hold parameters.
+        # The results that new_norms() has returned. The references are weak, as results refer to parameters.
         self._seen: list[weakref.ref[StepResult]] = []
         # The ids of the optimizers that have stepped in the current iteration.
         self._stepped: set[int] = set()
@@ -289,7 +289,7 @@ class Session:
 
     @staticmethod
     def forget_rules() -> None:
-        """Deactivate the op rules of the last run, unless that run has ended."""
+        """Deactivate the op rules of the last run if that run has not ended."""
         Session._in_force.close()
 
     def end(self, *, warn: Callable[[str], object] | None, error: BaseException | None = None) -> None:
@@ -454,7 +454,7 @@ class Session:
         self.take_scaler(given)
 
     def take_scaler(self, scaler: Any) -> None:
-        """Use another scaler, and subscribe to the log of its steps."""
+        """Switch to another scaler, and subscribe to the log of its steps."""
         if self._scaler is not None:
             self._scaler.core.log.unsubscribe(self._look)
         self._scaler, self._came_enabled = scaler, scaler.is_enabled()

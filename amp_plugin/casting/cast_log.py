@@ -215,7 +215,7 @@ class CastLog:
                 self._paths.append(f"{type(root).__name__}.{name}".rstrip("."))
 
     def _collect(self) -> None:
-        """Move records out of the native log while the tensors to which they refer are alive."""
+        """Move records out of the native log while the tensors to which they refer are still alive."""
         self._collected.extend(map(self._cast, KERNELS.native.take_cast_log()))
 
     def _cast(self, logged: tuple[Any, ...]) -> Cast:

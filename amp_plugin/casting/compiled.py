@@ -69,7 +69,7 @@ def content_of(rules: OpRules | None) -> str:
 def _blocks(
     device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, content: str
 ) -> Iterator[None]:
-    # Under Dynamo these dtypes do not change, because Dynamo would record them in the graph.
+    # Under Dynamo these dtypes are not set, because Dynamo would record them in the graph.
     # In another process the same dtypes may stand for another rule set.
     low, high = (None, None) if is_dynamo_compiling() else ZEROS
     with (

@@ -131,7 +131,7 @@ class AutocastKernels:
             self._define(rules, DEFAULT)
 
     def _define(self, rules: OpRules, number: int) -> None:
-        """Tell the autocast kernels which rules a number refers to on the rules' device type."""
+        """Tell the autocast kernels which rules a number stands for on the device type of these rules."""
         default = OpRules.default(rules.device_type).rules
         named = self._named[rules.device_type, number]
         named.update(rules.rules, rules.keep)

@@ -277,7 +277,7 @@ def _hides_flag(device_type: str) -> bool:
 
 
 def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function inside several regions. Recursion replaces ExitStack, which tracers do not support."""
+    """Call a function inside several regions. Recursion is used, because tracers do not support ExitStack."""
     if not regions:
         return function(*args, **kwargs)
     with regions[0]:

@@ -226,7 +226,7 @@ class OpRules:
         Args:
             path: a YAML file with the keys ``device_type`` and ``rules``. Each rule is ``op: rule`` or ``op:
                 {rule: ..., keep: [argument, ...]}``. The optional key ``torch`` is the torch release for
-                which the file was written. The optional key ``base`` names a policy for ``named``, whose
+                which the file was written. The optional key ``base`` names a policy, as for ``named``, whose
                 rules replace the default ones.
 
         Raises:

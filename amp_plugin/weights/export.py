@@ -56,8 +56,8 @@ def export(
     - Strip the prefix from all names, and also the parts that torch.compile adds.
     - Check that all shards exist, that no two weights get the same name, and that no finite number becomes
       infinite.
-    - Write floating-point tensors in ``dtype``. Other tensors, and float64 with ``"fp32"``, are written
-      unchanged.
+    - Write floating-point tensors in ``dtype``. Other tensors are written unchanged, as are float64 tensors
+      with ``"fp32"``.
 
     The target is written only if all checks pass.
 
@@ -244,7 +244,7 @@ def _named(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     if not chosen:
         msg = f"no weight's name begins with {prefix!r}; the names are {', '.join(list(named)[:3])}, ..."
         raise ValueError(msg)
-    # Maps each name that is written to the name in the checkpoint.
+    # Maps each name in the written file to the name in the checkpoint.
     made: dict[str, str] = {}
     for name in chosen:
         short = _ADDED_BY_COMPILE.sub(r"\1", name.removeprefix(prefix))

@@ -64,7 +64,7 @@ class Fp16WithMaster(SplitBf16):
         torch._foreach_copy_(list(weights), list(masters))
         for master, own in zip(masters, kept, strict=True):
             if (master.data_ptr(), master.stride()) != (own.data_ptr(), own.stride()):
-                # A clone is copied, because both tensors may share memory but have different strides.
+                # The clone is needed because master and own may share memory but have different strides.
                 own.copy_(master.clone())
 
 

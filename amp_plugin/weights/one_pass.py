@@ -195,10 +195,10 @@ class _Row:
         ignored: Options that do not change the result of a step.
         schedule: A function that returns the new values of the options that a step changes, together with
             other numbers that the rule needs. Steps with a schedule are taken in one pass only on the CPU,
-            because the host must know at once whether a step was skipped. The function raises ValueError if
-            the step cannot be taken in one pass.
-        call: A function that takes the tensors and the parameter group. It returns a function that takes the
-            step with one op, or with several ops and torch's own computations between them.
+            because the host must know immediately whether a step was skipped. The function raises ValueError
+            if the step cannot be taken in one pass.
+        call: A function that receives the tensors and the parameter group. It returns a function that takes
+            the step with one op, or with several ops and torch's own computations between them.
         why_not: A function that returns the reason why this torch release does not support the class, or
             ``""`` if it does.
     """
@@ -213,7 +213,7 @@ class _Row:
     why_not: Callable[[], str] = str
 
     def unfit(self, optimizer: Optimizer) -> str:
-        """Return the option of an optimizer that the rule does not support, or ``""`` if it supports all.
+        """Return an optimizer option that the rule does not support, or ``""`` if it supports all options.
 
         Unknown options are not supported, because a later release of a package may add options that change
         the step.
@@ -460,7 +460,7 @@ def _and_rounded(
 
 
 def _is_step_replaced(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer.step`` was replaced by a function other than the one its class defines.
+    """Return whether ``optimizer.step`` is no longer the function that the optimizer's class defines.
 
     Wrappers by torch (for hooks and ``no_grad``) and by learning rate schedulers (to count steps) are
     allowed.

@@ -287,7 +287,7 @@ def count_steps(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
 
 
 def _is_within_its_step(optimizer: Optimizer) -> bool:
-    """Return whether a subclass's step called the current step. Torch runs the hooks of both steps."""
+    """Return whether a subclass's step called the current one. Torch runs the hooks of both steps."""
     frames = (f for f, _ in walk_stack(None) if f.f_globals.get("__name__") == Optimizer.__module__)
     steps = sum("wrapper" in f.f_code.co_name and f.f_locals.get("self") is optimizer for f in frames)
     return steps > 1

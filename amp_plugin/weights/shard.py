@@ -25,7 +25,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def with_local(value: Any, local: Tensor) -> Tensor:
-    """Return ``local``. If ``value`` is a DTensor, wrap ``local`` as a shard of a similar DTensor."""
+    """Return ``local``. If ``value`` is a DTensor, wrap ``local`` as the local shard of a similar DTensor."""
     is_whole = local_of(value) is value
     return local if is_whole else type(value)(local, value._spec, requires_grad=False)
 

@@ -8,7 +8,7 @@ A parameter can be in these states:
 - *Nested*. Several requests for float32 are open. The parameter is stored in 16 bits again when the last
   request ends.
 - *Sharded*. The parameter is a float32 DTensor. Its local shard is a StoredShard while the parameter is
-  stored, and an ordinary float32 tensor while it is shown.
+  stored, and an ordinary float32 tensor while the parameter is float32.
 
 Optimizers hold the parameter in their groups and states, and see it as float32 whenever they use it. Autograd
 and DDP see the 16-bit tensor. The record (StoredWeight) is an attribute of the parameter. Copies and pickles
@@ -57,7 +57,7 @@ class StoredWeight:
     shows: int = 0  # the number of open show_fp32() requests
     # The 16-bit tensor or StoredShard while the parameter is float32, else None.
     hidden: Tensor | None = None
-    # The key of the weight in the last state dict, and a reference to its tensor there.
+    # The weight's key in the last state dict, and a reference to the tensor under this key.
     exported: tuple[str, Callable[[], Any]] = "", bool
 
     def show(self, param: Tensor, master: Tensor) -> None:
@@ -232,7 +232,7 @@ def record_shard_(param: Tensor, shard: StoredShard) -> StoredWeight:
 
 
 def store_once_trained_(param: Tensor, name: str, *, seed: int = 0) -> None:
-    """Store a frozen 16-bit parameter later, as soon as it becomes trainable."""
+    """Arrange for a frozen 16-bit parameter to be stored as soon as it becomes trainable."""
     if type(param) in {nn.Parameter, FrozenParameter}:
         param.__class__ = FrozenParameter
         vars(param)["once_trained"] = name, seed
@@ -305,7 +305,7 @@ def remainder_of(param: Tensor) -> Tensor | None:
 
 
 def is_kept_alone(param: Tensor) -> bool:
-    """Return whether a parameter is stored without a remainder, for stochastic rounding."""
+    """Return whether a parameter is stored without a remainder, as with stochastic rounding."""
     weight = stored_weight(param)
     return weight is not None and not weight.shows and not weight.format.kept_bytes
 
@@ -447,7 +447,7 @@ def export_fp32(model: nn.Module) -> None:
 
 @cache
 def _export_from_later_modules() -> None:
-    """Call export_fp32 for modules that get a stored parameter later, such as by weight tying."""
+    """Call export_fp32 for modules that get a stored parameter later, for example by weight tying."""
 
     def hook(module: nn.Module, _: str, param: nn.Parameter) -> None:
         if stored_weight(param) is not None:

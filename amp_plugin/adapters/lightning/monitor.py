@@ -165,7 +165,7 @@ class Monitor:
                 raise endless_skips(step, plugin.words, plugin.session.growth)
 
     def _measure(self, trainer: Any, pl_module: Any, at_least: int) -> None:
-        """Count the bytes per parameter once ``at_least`` optimizers have stepped, and thus have state."""
+        """Count the bytes per parameter once ``at_least`` or more optimizers have stepped."""
         if self.weight_bytes is not None or self._has_failed or len(self._have_stepped) < max(1, at_least):
             return
         with only_warning("AmpMonitor", self._fail):

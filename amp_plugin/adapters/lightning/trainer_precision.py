@@ -240,7 +240,7 @@ class TrainerPrecision(PrecisionCore):
             return output
 
     def _step(self, trainer: Any, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure and step. An optimizer that may call its closure several times runs it itself."""
+        """Run the closure and step. Optimizers that may call a closure several times run it themselves."""
         scaler = self._scaler
         if not scaler.is_enabled():
             return self._take(trainer, optimizer, closure, **kwargs)
