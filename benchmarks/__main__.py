@@ -8,8 +8,8 @@ With ``--check``, the exit code is 1 if a promised limit is missed by more than 
 ``python -m benchmarks --keep`` measures and saves figures, but does not write the documentation.
 ``python -m benchmarks --draw`` writes the documentation from the figures saved for this machine.
 ``python -m benchmarks cuda --draw --figures FILE`` writes the documentation from figures of another machine.
-``python -m benchmarks cuda --promises --figures FILE`` shows whether each promised limit is kept.
-With ``--promises``, the exit code is 1 if a promised limit is missed by more than 10 %.
+``python -m benchmarks cuda --promises --figures FILE`` shows whether each promised limit is met. With
+``--promises``, the exit code is 1 if a promised limit is missed by more than 10 %.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def figures(options: argparse.Namespace) -> Report:
 
 
 def show_promises(report: Report) -> int:
-    """Print whether each promised limit is kept. Return 1 if a limit is missed by more than the tolerance."""
+    """Print whether each promised limit is met. Return 1 if a limit is missed by more than the tolerance."""
     outcomes = [outcome for record in report.sections.values() for outcome in record.outcomes]
     for outcome in outcomes:
         for verdict in outcome.verdicts:

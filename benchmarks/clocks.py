@@ -15,7 +15,7 @@ Around = Callable[[], AbstractContextManager[object]]
 Sample = Callable[[], float]
 
 FLUSH_BYTES = 512 * 2**20  # several times the L2 cache of any GPU
-HEAD_START = 4_000_000  # keeps the GPU busy for about 2 ms, until the host has launched all
+HEAD_START = 4_000_000  # keeps the GPU busy for about 2 ms, until the host has launched all kernels
 
 
 def nothing() -> None:

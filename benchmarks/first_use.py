@@ -1,4 +1,4 @@
-"""Measure the first use of the native core, which compiles the core or loads it from the cache."""
+"""Measure the time to compile the native core, or to load it from the cache, at its first use."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def residual_net(setting: Setting) -> ResidualNet:
 
 
 def resnet50_shapes() -> Shapes:
-    """Return the shapes of the 161 parameters of ResNet-50, which have 25.6 million elements."""
+    """Return the shapes of ResNet-50's 161 parameters, with 25.6 million elements in total."""
     shapes: Shapes = [(64, 3, 7, 7), (64,), (64,)]
     before = 64
     for stage, blocks in enumerate((3, 4, 6, 3)):

@@ -1,4 +1,4 @@
-"""A benchmark report with measurements, machine and date, which is saved as JSON."""
+"""A benchmark report, saved as JSON, with measurements, machine and date."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 ``python -m benchmarks.state_losses FILE --draw PLOT`` plots the runs in FILE.
 
 A character GPT, a ViT and a ResNet for digits have about 65,000 parameters each. A second GPT has 10 million
-parameters. A single op computes each optimizer step. Weights are stored in bfloat16 with the 16 bits that
-complete them to float32. The runs shown in docs/lab/stored_weights.md are saved in
+parameters. A single op computes each optimizer step. Weights are stored in bfloat16, together with the other
+16 bits of each float32 weight. The runs shown in docs/lab/stored_weights.md are saved in
 benchmarks/results/state_losses.jsonl, one line per run.
 """
 

@@ -29,7 +29,7 @@ def show() -> None:
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def run(context: typer.Context, name: str) -> None:
-    """Run the recipe NAME. --config FILE chooses its config, and key=value sets a single config key."""
+    """Run the recipe NAME. --config FILE sets the config file, and key=value sets a single config key."""
     if name in {"-h", "--help"}:
         typer.echo(context.get_help())
         return

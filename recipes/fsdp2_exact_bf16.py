@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 -m recipes run fsdp2_exact_bf16 [key=value ...]
 
 A model that is sharded in bfloat16 loses small weight updates. Float32 shards keep small updates, but FSDP2
-must cast each shard before the all-gather. With ``weights="bf16"``, each weight is split into a bfloat16
-number and the 16 bits that complete it to float32. Only the bfloat16 part is communicated. So no update is
-lost, and no shard is cast before the all-gather. With ``state="8bit"``, the optimizer's moments are rounded
-and take a quarter of the memory.
+must cast each shard before the all-gather. With ``weights="bf16"``, each float32 weight is split into a
+bfloat16 number and the other 16 bits. Only the bfloat16 part is communicated. So no update is lost, and no
+shard is cast before the all-gather. With ``state="8bit"``, the optimizer's moments are rounded and take a
+quarter of the memory.
 """
 
 from __future__ import annotations
