@@ -78,7 +78,7 @@ class OptionError(ValueError, TypeError):
 
 @contextmanager
 def naming(sources: Mapping[str, str]) -> Iterator[None]:
-    """Make option errors in the block state where the option was set. ``sources`` maps options to places."""
+    """In the block, make option errors name the source of the option. ``sources`` maps options to places."""
     try:
         yield
     except OptionError as error:

@@ -1,4 +1,4 @@
-"""Selects modules by patterns of names or by class, for all options that name modules."""
+"""Selects modules by name patterns or by class, for all options that name modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def matched_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.M
     """Return the submodules that match a pattern, as a dict from name to module.
 
     A pattern is a shell pattern for names, such as ``"blocks.*.norm"``, or the name of a class or base class,
-    such as ``"LayerNorm"``. The dict has the order of ``named_modules()``. The names do not include the
+    such as ``"LayerNorm"``. The dict has the same order as ``named_modules()``. The names do not include the
     wrappers of FSDP, activation checkpointing and torch.compile. ``torch.nn.Module`` does not count as a base
     class.
     """

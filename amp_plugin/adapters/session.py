@@ -626,7 +626,7 @@ class Session:
         return self._watch.path
 
     def end_watch(self, error: BaseException | None = None) -> None:
-        """End the watch of modules, if one is running."""
+        """End the module watch, if one is running."""
         watch, self._watch = self._watch, None
         if watch is not None and self._ends_watch.detach() is not None:
             _end_watch(watch, error)
@@ -731,7 +731,7 @@ class EntryPoint:
 
 
 def endless_skips(step: StepResult, words: Words, growth: WeightGrowth) -> RuntimeError:
-    """Return the error for a run that skips all steps, with parameters, a remedy and a command.
+    """Return the error for a run that skips all steps. The error names parameters, a remedy and a command.
 
     If the weights have grown, the remedy is a lower learning rate. A wider dtype would only delay the
     overflow.

@@ -203,7 +203,7 @@ def _made(theirs: type, bases: tuple[type, ...], namespace: dict[str, Any]) -> t
 
 
 def _state_of_torchs(scaler: Any) -> dict[str, Any]:
-    """Return the attributes of a torch scaler in the same state, plus any that the program has set."""
+    """Return the attributes that a torch scaler in this state has, plus any that the program has set."""
     device = scaler.core.shared.device
     state: dict[str, Any] = {"_device": device, "_enabled": scaler.is_enabled()}
     if scaler.is_enabled():

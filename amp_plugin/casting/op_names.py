@@ -117,7 +117,7 @@ def check_arguments(full: str, wanted: Iterable[str]) -> None:
 
 
 def dtype_overload(full: str) -> str | None:
-    """Return the overload with the same arguments plus a final dtype, or None if there is none."""
+    """Return the overload with the same arguments plus a final ``dtype``, or None if there is none."""
     arguments, packet = argument_names(full), full.partition(".")[0]
     candidates = [name for name in _registered()[packet] if name.endswith("dtype")]
     return next((name for name in candidates if argument_names(name) == [*arguments, "dtype"]), None)

@@ -119,8 +119,8 @@ def set_default_rules(rules: OpRules | None) -> None:
     Compiled code checks for rules other than torch's only in the thread that called this function.
 
     Args:
-        rules: the new rules, which apply to their own device type. ``None`` removes the rules that
-            ``set_default_rules`` has set, on all device types. Blocks then follow the rules of
+        rules: the new rules, which apply to the device type for which they were made. ``None`` removes the
+            rules that ``set_default_rules`` has set, on all device types. Blocks then follow the rules of
             ``AMP_PLUGIN_RULES``, ``amp-plugin run`` or a framework plugin if there are any, and otherwise
             torch's rules.
 

@@ -73,7 +73,7 @@ def _changes_of(kind: Any) -> tuple[Any, list[ClassChange]]:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
-    """Pickle as the original class does, and save the changes to the class."""
+    """Pickle the object as its original class does, and save the changes to the class."""
     kind = type(self)
     original, changes = _changes_of(kind)
     build, arguments, *rest = original.__reduce_ex__(self, protocol)

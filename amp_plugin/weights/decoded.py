@@ -46,7 +46,7 @@ class DecodedTensor(Tensor):
         return memo.setdefault(id(self), self.decoded())  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as an ordinary float32 tensor, which can be loaded without amp_plugin."""
+        """Pickle the tensor as an ordinary float32 tensor, which can be loaded without amp_plugin."""
         return self.decoded().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod

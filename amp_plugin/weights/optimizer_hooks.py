@@ -324,7 +324,7 @@ def _refuse(optimizer: Optimizer) -> None:
 
 
 def _widen_fresh_state(optimizer: Optimizer) -> None:
-    """Convert 16-bit state that the optimizer's constructor has just made to float32.
+    """Convert to float32 any 16-bit state that the optimizer's constructor has just created.
 
     A constructor fills each state tensor with a single number.
 

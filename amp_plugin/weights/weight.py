@@ -128,7 +128,7 @@ class StoredParameter(nn.Parameter):
         return nn.Parameter(exact_value(self), self.requires_grad)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        """Pickle as an ordinary float32 parameter, which can be loaded without amp_plugin."""
+        """Pickle the parameter as an ordinary float32 parameter, which can be loaded without amp_plugin."""
         made: Any = nn.Parameter(exact_value(self), self.requires_grad)
         vars(made).update({name: value for name, value in vars(self).items() if name != _ATTRIBUTE})
         return made.__reduce_ex__(protocol)  # type: ignore[no-any-return]
