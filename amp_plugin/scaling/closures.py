@@ -94,7 +94,7 @@ def step(
         loss = run(state, closure)
         with torch.no_grad():
             norm, found = state.unscale_(norm_type)
-            # Only the first call is judged as a spike, because the weights change before later calls.
+            # Only the first call is checked for a spike, because the weights change before later calls.
             if last is None:
                 norm, found, _ = state.judge(norm, found)
             last = norm, found

@@ -110,7 +110,7 @@ class ScalerCore:
         return changed
 
     def refresh_joined(self) -> bool:
-        """Read the parameters of optimizers again if their number has changed; return True if it has."""
+        """If optimizers have gained or lost parameters, read their parameters again and return True."""
         return self.refresh([state for state in self if len(params_of(state.optimizer)) != len(state.params)])
 
     def _take_params(self, state: OptimizerState, params: list[Tensor]) -> None:
@@ -127,7 +127,7 @@ class ScalerCore:
             state.ledger.write(lambda: multiply_(strangers, change))
 
     def note_loss(self, loss: Any) -> None:
-        """Pass a loss that is not scaled yet to the subscribers to losses."""
+        """Pass a loss, before it is scaled, to the functions that subscribed to losses."""
         self.shared.spikes.hear(loss)
         self.log.note_loss(loss)
 
@@ -151,7 +151,10 @@ class ScalerCore:
         return bool(waiting)
 
     def carriers(self, loss_scale: LossScale) -> Iterator[tuple[OptimizerState, list[Tensor]]]:
-        """Yield optimizers' states with the parameters whose gradients carry this loss scale, each once."""
+        """Yield optimizers' states with the parameters whose gradients carry this loss scale.
+
+        A parameter that several optimizers share is yielded only once.
+        """
         seen: set[int] = set()
         for state in self:
             for scale, params, _ in state.parts():

@@ -335,7 +335,7 @@ class GradScaler(TorchNames):
             optimizer: The optimizer.
             max_norm: Largest norm.
             norm_type: The p of the p-norm. ``inf``, ``-inf`` and 0 are allowed.
-            error_if_nonfinite: True to raise if the norm is not finite. This is a host sync. If it raises,
+            error_if_nonfinite: True to raise if the norm is not finite. This is a host sync. After the error,
                 weights and gradients are as they were before the call. With a closure, the gradients are
                 those of the last call of the closure.
             closure: As for the optimizer's ``step``. The gradients of each call are clipped.

@@ -20,8 +20,8 @@ changes the records. These sentences complete the table:
 
 - A record refers to a LossScale object S, not to a number. A gradient is divided by the value that S has at
   the time of the division.
-- When a scaled backward pass begins, the gradients of all optimizers are converted, including gradients that
-  the pass does not reach.
+- When a scaled backward pass begins, the gradients of all optimizers are rescaled to the loss scale of that
+  pass, including gradients that it does not reach.
 - If a backward pass runs after ``unscale_`` but before the step and ``update()``, the gradients of that
   optimizer are unscaled again when the pass ends.
 - ``update()`` is a request. S takes its new value once ``waits()`` is false for every optimizer, and at the

@@ -37,12 +37,12 @@ class LossScale:
         growth_interval: The number of good steps before the scale grows; 0 for a constant scale.
         init_scale: The first value.
         value: The scale (float32, 0-dim) on the device of the first loss; None before that.
-        growth_tracker: The number of good steps since the scale last changed (int32, 0-dim), on the same
+        growth_tracker: The number of good steps since the last overflow or growth (int32, 0-dim), on the same
             device.
-        hysteresis_tracker: The number of overflows that are still tolerated (int32, 0-dim), on the same
-            device.
+        hysteresis_tracker: The number of overflows until the scale shrinks, including the one at which it
+            does (int32, 0-dim), on the same device.
         generation: A number that increases whenever the value may have changed.
-        later: A list to which the next update appends its new value. StepResult objects keep the list.
+        later: A list to which the next update appends the new scale. StepResult objects keep the list.
         found_inf: 1.0 if a check since the last update found an overflow (float32, 0-dim); None if there
             was no check.
     """
@@ -243,7 +243,7 @@ def widened(output: Tensor) -> Tensor:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on ``device``. Only a copy to the host waits; streams order other copies."""
+    """Return a tensor on ``device``. Only a copy to the host waits; other copies are ordered by streams."""
     if tensor.device == device:
         return tensor
     to_host = device.type == "cpu" and tensor.device.type != "cpu"

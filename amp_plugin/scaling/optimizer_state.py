@@ -54,7 +54,7 @@ _OWN_UNSCALING = (
 )
 
 _WRITTEN: Final = -1  # takes the place of the number of updates if a program has set the stage to READY
-_MOST_KEPT = 16  # if there are more measurements since the last step, they are joined
+_MOST_KEPT = 16  # if there are more measurements than this, they are joined
 _numbers = itertools.count(1)
 
 
@@ -73,7 +73,8 @@ class OptimizerState:
         found_inf_per_device: Maps each device to 1.0 if an overflow was found there since the last step. A
             program may write to this dict.
         measurements: The measurements since the last step. They say which parameters overflowed.
-        contributions: The loss scales that gradients were converted from, each with its overflow flag.
+        contributions: The loss scales that the gradients had before they were rescaled, each with its
+            overflow flag.
         judged: The result of ``judge_step_`` for the current step; None if the step was not judged.
         result: The result of the last step.
     """
@@ -84,7 +85,7 @@ class OptimizerState:
         self.names: Names = {}
         self.ledger: Any = make_ledger([], (), None)
         self.layouts: tuple[ShardLayout, ...] = ()
-        self.backwards = self._answered = 0  # ``_answered`` is its value at the last unscaling or step
+        self.backwards = self._answered = 0  # ``_answered`` is ``backwards`` at the last unscaling or step
         self._sharers: list[OptimizerState] = []  # states of other optimizers that share parameters
         self.result: StepResult | None = None
         # The optimizer's last stage, and the number of updates that had been requested when it was set.
@@ -98,7 +99,7 @@ class OptimizerState:
         self.found_inf_per_device: dict[Any, Tensor] = {}
         self.measurements: list[Measurement] = []
         self._loss_scales: dict[LossScale, None] = {}  # the loss scales applied to losses
-        # Loss scales that gradients were converted from, with the overflow flags found in the conversion.
+        # Loss scales that gradients had before they were rescaled, with the overflow flags found then.
         self.contributions: list[tuple[LossScale, Tensor]] = []
         self.judged: Tensor | None = None
 
@@ -237,7 +238,7 @@ class OptimizerState:
             raise RuntimeError(_STRAYS.format(kind=kind, count=len(named), some=some, backward=backward))
 
     def begin_backward(self, scale: LossScale) -> None:
-        """Convert the present gradients to ``scale`` before a backward pass from a loss times ``scale``."""
+        """Rescale the present gradients to ``scale`` before a backward pass from a loss times ``scale``."""
         if self.ledger.has_gradients():
             self._forget_if_zero()
         else:
@@ -264,7 +265,7 @@ class OptimizerState:
         self.ledger.begin_backward(scale)
 
     def contribute(self, scale: LossScale, found: list[Measurement], *, was_awaited: bool) -> None:
-        """Record a loss scale that gradients were converted from, with the overflows found in the conversion.
+        """Record a loss scale that gradients had before they were rescaled, with the overflows found then.
 
         All ranks record the same loss scales. The next measurement tells all of them whether there was an
         overflow.

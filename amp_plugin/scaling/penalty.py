@@ -92,7 +92,7 @@ def gradient_penalty(
     """Return a differentiable penalty on the gradients of ``outputs``.
 
     ``"l2"`` is the squared L2 norm of all gradients together (Drucker and LeCun 1992). ``"wgan-gp"`` is the
-    mean of ``(norm - target)**2`` over the samples (Gulrajani et al. 2017), where the norm of a sample's
+    mean of ``(norm - target)**2`` over the samples (Gulrajani and others 2017), where the norm of a sample's
     gradient is taken over all dimensions except the first.
 
     Args:

@@ -135,7 +135,7 @@ def choose(optimizer: Optimizer, why_not: str, *, scales: bool) -> Plan:
 
 
 def why_not_one_pass(state: OptimizerState, optimizer: Optimizer, *, has_arguments: bool) -> str:
-    """Return why this optimizer cannot step in one pass with any gradients; empty if it can."""
+    """Return why this optimizer cannot step in one pass, whatever its gradients; empty if it can."""
     if has_arguments:
         return "step() was given arguments"
     if not state.shared.options.one_pass:

@@ -202,7 +202,7 @@ class StepResult:
         self._modules = modules
 
     def overflow_report(self) -> OverflowReport:
-        """Return the names of the parameters whose gradients were inf or nan, and what may be the cause.
+        """Return the names of the parameters whose gradients were inf or nan, and the possible cause.
 
         The report also names the first module with an inf or nan if there were hooks on the modules. A run
         report or AmpMonitor adds these hooks after a skipped step.
@@ -335,7 +335,7 @@ class _Record:
         self.owed += skipped
 
     def hold(self) -> None:
-        """Hold learning rate schedulers back at this step if a known skip has not held them back yet."""
+        """If a known skip has not held learning rate schedulers back yet, hold them back at this step."""
         self.is_held = self.owed > 0
         self.owed -= self.is_held
 
@@ -446,12 +446,12 @@ class StepLog:
             self.read(wait=self._waits or record.exact or len(self._late) > _MOST_LATE)
         finally:
             record.hold()
-        # This follows ``hold``, so that a watcher does not change when schedulers are held back.
+        # This comes after ``hold``, so that a watcher has no influence on when schedulers are held back.
         if self._hearers:
             self.read(wait=True)
 
     def note_loss(self, loss: Any) -> None:
-        """Pass a loss that is not scaled yet to the subscribers to losses."""
+        """Pass a loss, before it is scaled, to the functions that subscribed to losses."""
         for hear in list(self._hearers):
             hear(loss)
 
@@ -463,7 +463,7 @@ class StepLog:
             record.start_over()
 
     def read(self, *, wait: bool = False) -> None:
-        """Read, in order, the steps that the host knows to be taken or skipped; with ``wait``, all steps."""
+        """Read, in order, the steps whose outcome the host knows; with ``wait``, read all steps."""
         while self._late and (wait or self._late[0][1].skipped_if_known() is not None):
             self._learn(*self._late.popleft())
 
@@ -474,7 +474,7 @@ class StepLog:
         finalizer.atexit = False
 
     def unread_steps(self) -> list[StepResult]:
-        """Return, in order, the steps that the host does not yet know to be taken or skipped."""
+        """Return, in order, the steps of which the host does not know yet whether they were skipped."""
         return [result for _, result in self._late]
 
     def end_run(self, warn: Callable[[str], Any] | None = warn_user) -> None:
@@ -536,7 +536,7 @@ class StepLog:
         return self.skipped_before + sum(record.total() for record in self._records.values())
 
     def holds_schedulers(self, optimizer: Optimizer) -> bool:
-        """Return whether schedulers must not step after the optimizer's last step (once per known skip)."""
+        """Return whether schedulers are held back after the optimizer's last step (once per known skip)."""
         record = self._records.get(id(optimizer))
         return record is not None and record.is_held
 

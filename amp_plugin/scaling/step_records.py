@@ -217,7 +217,7 @@ def _raise_again(_: logging.LogRecord) -> None:
 
 
 def _end_torn_line(path: Path) -> None:
-    """Append a newline to a file if a run was killed while it was writing the last line."""
+    """Append a newline to a file if a run was killed while its last line was being written."""
     if path.is_file() and path.stat().st_size:
         with path.open("rb+") as file:
             file.seek(-1, 2)

@@ -2,7 +2,7 @@
 
 Lightning, Accelerate and others check ``isinstance(scaler, torch.amp.GradScaler)``, and read or write
 ``_scale``, ``_device``, ``_lazy_init_scale_growth_tracker`` or ``_per_optimizer_states``. Methods of torch's
-class never change this scaler, because all that would are overridden. If a program overrides
+class never change this scaler, because those that would change it are overridden. If a program overrides
 ``_unscale_grads_`` or ``_maybe_opt_step``, its method is called where torch.amp calls it. Writing to
 ``_per_optimizer_states`` changes the state of this scaler's optimizers.
 """
@@ -78,7 +78,7 @@ class TorchNames(torch.amp.GradScaler):
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval.
 
-        If that many good steps have already passed, the scale grows after the next good step.
+        If at least ``new_interval`` good steps have already passed, the scale grows after the next good step.
         """
         self._dynamic("set_growth_interval").growth_interval = whole("growth_interval", new_interval)
 

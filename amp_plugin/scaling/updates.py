@@ -89,7 +89,7 @@ def _begin_backward(core: ScalerCore, scale: LossScale) -> None:
 
 
 def _unscale_again(states: list[OptimizerState]) -> None:
-    """Unscale gradients again, because a backward pass between ``unscale_`` and the step added to them."""
+    """Unscale gradients again, because a backward pass has added to them since ``unscale_`` was called."""
     for state in states:
         if state.stage is OptState.UNSCALED:
             state.measure(unscale=True)
