@@ -112,7 +112,7 @@ class Module:
         return {flow.scope.node: flow for flow in self.flows}
 
     def region_around(self, context: Context, scope: Scope) -> Region | None:
-        """Return the autocast region around a place, or else a region around a call of its function."""
+        """Return the autocast region around a place, or else around a call of the function it is in."""
         node = scope.node
         if context.regions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return context.region

@@ -239,8 +239,8 @@ def judge_step_(
     mean is an arithmetic mean, and afterwards it is an exponential moving average.
 
     Args:
-        values: One-element tensors (float32 or float64, on the same device). Their sum is compared with the
-            limit.
+        values: One-element tensors (float32 or float64, on the same device). The sum of these tensors is
+            compared with the limit.
         norm: The current norm of the gradients (float32, 0-dim).
         found_inf: 1.0 if a gradient is not finite, else 0.0 (float32, 0-dim).
         statistics: A float32 tensor ``[4]`` with the mean, the variance, ``steps`` and ``held``.
@@ -708,7 +708,7 @@ def step_(
         remainders: The int16 halves of the parameters' pairs, or an empty list. Remainders are written.
         rule: A key of :data:`RULES`.
         numbers: The values of the rule's numbers, in the order of :attr:`Rule.numbers`.
-        lr: A learning rate on the device (one element), which replaces the first number.
+        lr: A learning rate on the device (one element), which replaces the first element of ``numbers``.
         grad_scale: The divisor of the gradients (one element). It is a loss scale, possibly combined with a
             clip factor.
         found_inf: A tensor of one element. If ``found_inf`` is above 0, only the gradients are written.

@@ -508,7 +508,7 @@ class GradScaler(TorchNames):
     def get_scale(self, name: str | None = None) -> float:
         """Return the loss scale as a Python float; 1.0 if disabled. This is a host sync.
 
-        A requested update of the loss scale is applied first, as :meth:`end_iteration` does.
+        A requested update of the loss scale is applied first, as in :meth:`end_iteration`.
 
         Args:
             name: A name in the option ``losses``; None for the default loss scale.
