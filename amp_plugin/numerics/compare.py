@@ -81,7 +81,7 @@ class RunComparison:
         unexplained: The first difference that rounding does not explain, or None.
         unseen: The median, over all results, of the relative difference that rounding explains. Smaller
             errors go unnoticed.
-        unmeasured: The ops that could not run in fp64, with the number of their calls. The results of these
+        unmeasured: The ops that could not run in fp64, and how often each was called. The results of these
             ops are taken as exact.
         ranks: The ranks that both recordings have. Empty if each recording is the file of a single process.
         absent_first, absent_second: The ranks of each recording that wrote no file, or whose recording was

@@ -46,7 +46,7 @@ class Tracker:
         self._last_task = -1
 
     def open(self, stack: ExitStack) -> None:
-        """Register hooks for all modules, which ``stack`` removes when it is closed."""
+        """Register hooks on all modules. Closing ``stack`` removes the hooks."""
         if self._model is not None:
             self._name_tree(self._model, prefix="")
         stack.callback(register_module_forward_pre_hook(self._enter).remove)

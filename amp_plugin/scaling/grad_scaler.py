@@ -74,9 +74,9 @@ class GradScaler(TorchNames):
         scale(loss)       Apply a requested update, and return the loss times the loss scale.
         backward begins   Multiply gradients that have another loss scale, or none, by new/old.
         step(optimizer)   Unscale the gradients, and step if all gradients on all ranks are finite.
-        update()          Request an update. The loss scale changes once no registered optimizer has unused
-                          scaled gradients. end_iteration(), get_scale() and the next scale() change the
-                          loss scale at once, and multiply unused scaled gradients by new/old.
+        update()          Request an update. The loss scale changes after every registered optimizer has
+                          used its scaled gradients. end_iteration(), get_scale() and the next scale()
+                          change the loss scale at once, and multiply unused scaled gradients by new/old.
 
     Args:
         {options}

@@ -141,7 +141,7 @@ class GradientLedger:
             record.has_grown &= grad is not None
             record.used_by.clear()
             record.carries = scale
-            if not goes_on:  # otherwise changes by an earlier backward pass would be forgotten
+            if not goes_on:  # otherwise, changes made by an earlier backward pass would be lost
                 record.seen = _seen(grad)
 
     def carry_nothing(self, optimizer: int, updates: int, steps: bool) -> None:

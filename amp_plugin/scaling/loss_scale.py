@@ -135,7 +135,7 @@ class LossScale:
 
         Args:
             found_inf: 1.0 if there was an overflow, else 0.0 (float32, 0-dim).
-            includes: Flags recorded earlier that ``found_inf`` already includes, because it is their maximum.
+            includes: Flags recorded earlier. ``found_inf`` is their maximum, so it already includes them.
         """
         found_inf, before = moved(found_inf, self.require().device), self.found_inf
         if before is None or any(before is flag for flag in (found_inf, *includes)):

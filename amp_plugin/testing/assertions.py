@@ -12,8 +12,8 @@ discontinuity, the result changes by more than rounding alone. Therefore the fra
 discontinuity is added to ``explained``, up to three times the ``explained`` of the input.
 
 An assertion fails if a loss, or the gradients of a step, differ from the wide run by more than three times
-``explained``. An assertion also fails if rounding of the weights loses more than three times ``explained`` of
-an update.
+``explained``. An assertion also fails if rounding the weights loses a larger part of an update than
+``3 * explained``.
 """
 
 from __future__ import annotations

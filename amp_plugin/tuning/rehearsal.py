@@ -288,7 +288,7 @@ def _linears_followed(
 
 @contextmanager
 def emulated(model: nn.Module | None, placement: Mapping[str, str]) -> Iterator[None]:
-    """In a block, emulate the Linear layers of ``placement`` in their chosen formats.
+    """Return a context that emulates the Linear layers of ``placement`` in their chosen formats.
 
     Other layers do not change.
     """

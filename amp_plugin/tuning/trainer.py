@@ -29,7 +29,8 @@ from amp_plugin.tuning.rollouts import RolloutBatch
 from amp_plugin.tuning.search import Changes, with_changes
 from amp_plugin.tuning.suspects import Suspect, emulated
 
-_MOST_LOGITS: Final = 1 << 26  # at most this many logits are kept to fit the recorded temperature and top-p
+# The recorded temperature and top-p are estimated from at most this many logits.
+_MOST_LOGITS: Final = 1 << 26
 
 Step = Callable[[Tensor], object]
 """A function from token ids, shape (sequences, longest), to logits, shape (sequences, longest,
@@ -79,7 +80,7 @@ class Trainer:
         return torch.cat([batch.recorded for batch in self.batches])
 
     def log_probs(self) -> Tensor:
-        """Return the log-probabilities that the trainer computes with its changes, in float64."""
+        """Return the trainer's log-probabilities, in float64, computed with the changed settings."""
         with self._changed():
             return self.scores()
 

@@ -3,7 +3,7 @@
 - ``state[param]["exp_avg"]`` is a CompressedState, which code can read and write like a float32 tensor.
 - ``state_dict()`` contains bfloat16 tensors or dicts of 8-bit codes, and float32 tensors for sharded
   parameters.
-- A step in one pass reads and writes the compressed states.
+- A one-pass step reads and writes the compressed states.
 - During any other step, and while a state dict is loaded, the states are float32.
 
 :func:`ask_for` records the format on each parameter, where optimizers that are created later find it.

@@ -64,7 +64,7 @@ def why_not(optimizer: Optimizer) -> str:
 
 
 def unavailable(device_type: str) -> str:
-    """Return the reason why ops for steps in one pass do not run on a device type, or ``""`` if they do."""
+    """Return the reason why ops for one-pass steps do not run on a device type, or ``""`` if they do."""
     if not native_core().loaded:
         return f"the native core is not loaded: {native_core().reason}"
     if device_type == "cuda":
@@ -157,7 +157,7 @@ _own: set[int] = set()
 
 
 def take_bare_step(optimizer: Optimizer) -> list[Tensor]:
-    """Take a step in one pass when the user calls ``optimizer.step()`` without a loss scale.
+    """Take a one-pass step when the user calls ``optimizer.step()`` without a loss scale.
 
     ``take_bare_step`` runs before the optimizer's own step. The optimizer's own step would need the
     decompressed states of all parameters at the same time.

@@ -127,7 +127,7 @@ class OptimizerHooks:
             return
         self.sees_steps = True
         before, after = map(torch.compiler.disable, (self.before_step, self.after_step))
-        register_quiet_hook(optimizer, before)  # steps in one pass skip this hook
+        register_quiet_hook(optimizer, before)  # one-pass steps skip this hook
         optimizer.register_step_post_hook(after)
         optimizer.register_state_dict_post_hook(self.after_state_dict)
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:

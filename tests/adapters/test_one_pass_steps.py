@@ -1,4 +1,4 @@
-"""Steps in one pass without a loss scale, in the frameworks: which steps use it, and what users see."""
+"""One-pass steps without a loss scale, in the frameworks: which steps use it, and what users see."""
 
 import pytest
 import torch

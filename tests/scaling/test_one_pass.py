@@ -1,4 +1,4 @@
-"""Steps in one pass give torch's results and torch's state. If another step is taken, the reason is known."""
+"""One-pass steps give torch's results and torch's state. If another step is taken, the reason is known."""
 
 import copy
 import itertools

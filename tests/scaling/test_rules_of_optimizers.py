@@ -1,4 +1,4 @@
-"""For every optimizer class that has a rule: does a step in one pass give the result of the class's own step?"""
+"""For every optimizer class that has a rule: does a one-pass step give the result of the class's own step?"""
 
 import copy
 import importlib

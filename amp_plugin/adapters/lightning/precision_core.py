@@ -96,7 +96,7 @@ class PrecisionCore(EntryPoint):
         ``amp_plugin.GradScaler`` gets its options and state. If None is assigned, no loss is scaled.
 
         Raises:
-            TypeError: the assigned value has another type, or this precision scales no loss.
+            TypeError: the assigned value has another type, or this precision does not use loss scaling.
         """
         return self.session.shown_scaler
 
