@@ -1,16 +1,21 @@
 """Runs `amp-plugin` in this process, and other commands as if the package were installed."""
 
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import tomllib
 from typer.testing import CliRunner
 
 from amp_plugin.cli import app
 from amp_plugin.program import main_restored
 from tests.adapters.commands import run_unedited
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,10 +13,14 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-import tomllib
 
 import amp_plugin_autoload
 from tests.warm_processes import ROOT, call
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 VARIABLES = [{}, {"AMP_PLUGIN_TAKEOVER": "as-written"}, {"AMP_PLUGIN_RULES": "rules.yaml"}]
 LOAD = """

@@ -26,10 +26,16 @@ _OFTEN: Final = 0.05  # a change is proposed if more than this fraction of steps
 
 @cache
 def _runtime() -> str:
-    """Return the JavaScript of Vega, Vega-Lite and vega-embed as one script."""
+    """Return the JavaScript of Vega, Vega-Lite and vega-embed as one script.
+
+    The version of Vega-Lite is the one for which Altair writes charts, or else the newest one.
+    """
+    import altair  # noqa: PLC0415 - of the extra
     import vl_convert  # noqa: PLC0415 - of the extra
 
-    script = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+    wanted = altair.SCHEMA_VERSION.rpartition(".")[0]
+    version = wanted if wanted.lstrip("v") in vl_convert.get_vegalite_versions() else None
+    script = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", version))
     return script.replace("</script", "<\\/script")
 
 

@@ -276,6 +276,8 @@ class ScalerCore:
     ) -> StepResult:
         """Record a step that was taken without this scaler, and return its result.
 
+        ``update()`` may follow, as after a step of this scaler.
+
         Args:
             optimizer: The optimizer that stepped.
             how: A description of how the step was taken.
@@ -286,7 +288,8 @@ class ScalerCore:
         state = self.state(optimizer)
         result = state.end_with(result or StepResult(norm=state.norm, how=how))
         if self.shared.enabled:
-            state.write_stage(OptState.READY)  # no update follows
+            state.write_stage(OptState.READY)  # an update need not follow
+            self.shared.note_check()
         self.log.add(state.optimizer, result)
         return result
 

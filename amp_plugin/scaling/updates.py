@@ -34,8 +34,8 @@ _NO_STEP = (
 )
 
 _NO_BACKWARD = (
-    "no scaled loss has run backward() since the last update(). Call update() once per iteration, after the "
-    "last step, and leave it out in an iteration without a step."
+    "no scaled loss has run backward() since the last update(). Call {backward} and {step} first. Call "
+    "update() once per iteration, after the last step, and leave it out in an iteration without a step."
 )
 
 _TWO_SCALES = (
@@ -99,7 +99,8 @@ def request(core: ScalerCore) -> None:
     """Request an update of the loss scales, and apply it at once if no gradient depends on the old scale."""
     if not core.shared.has_checked:
         is_awaited = core.last_scale is not None and all(state.is_awaited for state in core)
-        why = _NO_STEP.format(step=core.shared.words.step) if is_awaited else _NO_BACKWARD
+        words = core.shared.words
+        why = (_NO_STEP if is_awaited else _NO_BACKWARD).format(backward=words.backward, step=words.step)
         raise AssertionError(_NO_CHECK.format(why=why))
     core.shared.count_update()
     core.await_update(True)

@@ -320,7 +320,7 @@ def test_the_end_of_a_manual_training_step_ends_the_iteration():
         module.manual_backward(batch * (module.a + module.b))
         first.step()
         # unchanged until the training step ends, because b has not stepped
-        assert module.trainer.scaler.get_scale() == 2.0 ** (batch_idx + 1)
+        assert module.trainer.scaler._scale.item() == 2.0 ** (batch_idx + 1)
 
     plugin = AmpPrecision(init_scale=2.0, growth_interval=1)
     fit(TwoOptimizers(step=step), plugin, steps=2, callbacks=[Scales()])

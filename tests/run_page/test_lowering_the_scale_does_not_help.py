@@ -28,7 +28,7 @@ def test_skips_at_ever_lower_scales_after_a_step_was_taken_name_the_command(tmp_
     history = train(tmp_path / "run.html", poisoned=range(2, 8))
     assert not any(skip.blames_scale for skip in history.skips)
     text = text_of(tmp_path / "run.html")
-    assert "lowering the loss scale did not help" in text
+    assert "a lower loss scale did not help" in text
     assert "amp-plugin diagnose" in text
     assert "the loss scale was too high" not in text
     assert "compute them in fp32" not in text
@@ -37,7 +37,7 @@ def test_skips_at_ever_lower_scales_after_a_step_was_taken_name_the_command(tmp_
 def test_one_skip_now_and_then_is_the_scalers_business(tmp_path):
     history = train(tmp_path / "run.html", poisoned=(5,))
     assert all(skip.lowering_helps for skip in history.skips)
-    assert "lowering the loss scale did not help" not in text_of(tmp_path / "run.html")
+    assert "a lower loss scale did not help" not in text_of(tmp_path / "run.html")
 
 
 def test_an_optimizer_that_has_not_stepped_yet_still_looks_for_its_scale(tmp_path):
@@ -49,4 +49,4 @@ def test_if_a_step_was_taken_again_the_lower_scale_may_have_helped(tmp_path):
     history = train(tmp_path / "run.html", poisoned=range(2, 6))
     assert [skip.in_a_row for skip in history.skips] == [1, 2, 3, 4]
     assert all(skip.lowering_helps for skip in history.skips)
-    assert "lowering the loss scale did not help" not in text_of(tmp_path / "run.html")
+    assert "a lower loss scale did not help" not in text_of(tmp_path / "run.html")
