@@ -30,10 +30,10 @@ def _runtime() -> str:
 
     The version of Vega-Lite is the one for which Altair writes charts, or else the newest one.
     """
-    import altair  # noqa: PLC0415 - of the extra
+    import altair as alt  # noqa: PLC0415 - of the extra
     import vl_convert  # noqa: PLC0415 - of the extra
 
-    wanted = altair.SCHEMA_VERSION.rpartition(".")[0]
+    wanted = alt.SCHEMA_VERSION.rpartition(".")[0]
     version = wanted if wanted.lstrip("v") in vl_convert.get_vegalite_versions() else None
     script = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", version))
     return script.replace("</script", "<\\/script")

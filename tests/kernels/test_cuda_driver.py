@@ -77,7 +77,7 @@ def test_all_kernels_are_loaded_when_the_device_is_opened(run):
 
 def test_a_driver_that_does_not_take_the_code_is_told_of(run):
     lines, errors = run(ASKS, FAKE_LOAD_ERROR="222")
-    first = all_kernels()[0].name
+    first = next(iter(all_kernels())).name
     assert f"the CUDA driver cannot load {first} (CUDA_ERROR_OF_A_TEST 222, an error" in lines[-1]
     assert "update the driver" in lines[-1]
     assert "for sm_90" in lines[-1]
