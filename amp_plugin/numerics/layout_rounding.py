@@ -28,8 +28,8 @@ were found (docs/lab/numerics.md).
 
 There is only one right way to combine gradients that reach the optimizer. The shards of a gradient make up
 the whole gradient, and along all other mesh dimensions the ranks must have equal gradients. A gradient that
-was reduced in a coarser dtype should be reported. So for gradients, only the rounding in the single process
-is allowed.
+was reduced in a coarser dtype should be reported. So for gradients, the tolerance covers only the rounding
+of the run in a single process.
 
 A result is not judged if the two runs drew different random numbers for it, or if it is computed from a
 result that is not judged.

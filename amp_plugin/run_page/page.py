@@ -26,16 +26,10 @@ _OFTEN: Final = 0.05  # a change is proposed if more than this fraction of steps
 
 @cache
 def _runtime() -> str:
-    """Return the JavaScript of Vega, Vega-Lite and vega-embed as one script.
-
-    The version of Vega-Lite is the one for which Altair writes charts, or else the newest one.
-    """
-    import altair as alt  # noqa: PLC0415 - of the extra
+    """Return the JavaScript of Vega, Vega-Lite and vega-embed as one script."""
     import vl_convert  # noqa: PLC0415 - of the extra
 
-    wanted = alt.SCHEMA_VERSION.rpartition(".")[0]
-    version = wanted if wanted.lstrip("v") in vl_convert.get_vegalite_versions() else None
-    script = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", version))
+    script = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
     return script.replace("</script", "<\\/script")
 
 

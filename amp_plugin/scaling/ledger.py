@@ -73,7 +73,7 @@ class Record:
     # The keys are the numbers of optimizers that have used the gradient since the last scaled backward pass.
     # The value is True if that optimizer has stepped with the gradient since it was last divided.
     used_by: dict[int, bool] = field(default_factory=dict)
-    # True if a scaled backward pass other than the latest has added to the gradient since its last use.
+    # True if, when the last backward pass began, the gradient had grown since an optimizer last used it.
     has_grown: bool = False
 
     def is_changed(self, grad: Tensor | None) -> bool:

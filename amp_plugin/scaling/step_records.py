@@ -47,7 +47,8 @@ class StepRecord:
     Attributes:
         step: The number of the step, from 1 on. Each optimizer has its own count, which starts with this run
             and includes skipped steps.
-        optimizer: The optimizer's number, in the order of first steps, and its type, such as ``"0: AdamW"``.
+        optimizer: The number and type of the optimizer, such as ``"0: AdamW"``. The optimizer that stepped
+            first has number 0.
         verdict: One of ``"landed"``, ``"overflow"``, ``"nan"``, ``"spike"`` and ``"held"``, the same as the
             ``verdict`` of :meth:`amp_plugin.GradScaler.last_step`.
         skipped: True if the weights have not changed. A spike that was clipped is not skipped.

@@ -1,6 +1,8 @@
 """The page in a real browser loads without errors and requests, shows all points, and can be used."""
 
+import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,9 @@ def opened(browser, page_file) -> Iterator[Opened]:
 @pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1200, "dark")])
 def test_it_loads_without_errors_or_requests_and_fits(browser, page_file, width, scheme):
     opened = Opened(browser, page_file, width=width, scheme=scheme)
-    assert opened.said == []
+    # Altair 5, the last release for Python 3.10, writes charts for the Vega-Lite before the one of vl-convert.
+    older = [text for text in opened.said if re.match(r"warning: The input spec uses Vega-Lite v5\b", text)]
+    assert opened.said == (older if sys.version_info < (3, 11) else [])
     assert opened.asked == [page_file.as_uri()]
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
     backs = {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}
