@@ -27,7 +27,7 @@ ADAMW = "AdamW on 134 million elements: GB read and written per second"
 
 
 class Forms(Section):
-    """Compare 15 kernel variants of ops on gradients and 18 of AdamW, one for each combination of dtypes."""
+    """Measure each combination of dtypes: 15 for the ops on gradients, and 18 for AdamW."""
 
     key = "forms"
     threads = 0

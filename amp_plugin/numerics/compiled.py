@@ -62,8 +62,7 @@ class CompiledComparison:
             one.
         graphs: The number of graphs that were compiled.
         compared: The number of results and gradients that were compared.
-        not_compared: Maps a description of each comparison that was not possible to its number of
-            occurrences.
+        not_compared: Maps a description of each kind of impossible comparison to how often it occurred.
     """
 
     def __init__(self) -> None:

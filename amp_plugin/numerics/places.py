@@ -133,7 +133,7 @@ class Site:
 
 
 class ForwardSites:
-    """Keeps the site of each op that autograd has recorded, by the op's thread and autograd node."""
+    """Maps the thread and autograd node of each recorded op to the op's site."""
 
     def __init__(self) -> None:
         self._sites: dict[tuple[int, int], Site] = {}  # maps (thread, number of a node) to a site

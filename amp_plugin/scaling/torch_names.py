@@ -152,7 +152,10 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         self._found[key, state.stage] = found
 
     def write_stage(self, key: int, state: OptimizerState, stage: OptState) -> None:
-        """Set the stage that a program has written. Overflow flags are kept until the next unscaling."""
+        """Set the optimizer's stage to the value that the program assigned.
+
+        Overflow flags are kept until the next unscaling.
+        """
         found = self.found(key, state)
         self._found.pop((key, state.stage), None)
         state.write_stage(stage)

@@ -193,7 +193,7 @@ class Search:
         return self._saves(now, known, default)
 
     def _saves(self, measured: Measurement, than: Measurement, default: Measurement) -> bool:
-        """Return whether one measurement costs so much less than another that a rule is worth it."""
+        """Return whether one measured configuration costs enough less than another to justify a rule."""
         goal = self._goal
         return measured.cost(goal) < than.cost(goal) - _LEAST_GAIN[goal] * default.cost(goal)
 
