@@ -1,4 +1,4 @@
-"""Before training, find an op that overflows in fp16 with ``diagnose``, and run it in fp32 by an op rule.
+"""Find an op that overflows in fp16 with ``diagnose``, and run it in fp32 by an op rule.
 
     python -m recipes run diagnose [precision=bf16] [key=value ...]
 
