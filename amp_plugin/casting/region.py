@@ -218,7 +218,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         return device_type, dtype, enabled, cache_enabled, KERNELS.rules_numbered(number)
 
     def note_found(self, enabled: bool, dtype: torch.dtype, keeps_casts: bool) -> None:
-        """Store the autocast state from before the region, which ``torch.autocast`` has in attributes."""
+        """Store the autocast state from before the region. ``torch.autocast`` has the same attributes."""
         self._found = False, enabled, dtype, keeps_casts
 
     def __repr__(self) -> str:

@@ -253,7 +253,7 @@ class Call:
         self.read: tuple[Any, ...] = ()  # the fingerprints of the inputs, if the run is recorded
 
     def keep(self, note: Any) -> None:
-        """Keep an observer's data until the op has run."""
+        """Store data of an observer with this call, so that the observer can read it after the op has run."""
         self.kept = note
 
     def keep_fingerprints(self, read: Iterator[Any]) -> None:

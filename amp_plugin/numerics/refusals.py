@@ -234,7 +234,7 @@ def _in_float32(params: Sequence[Tensor], frames: Sequence[FrameType]) -> tuple[
     left, code = {*map(id, params)}, ""
     for frame in frames:
         for name, held in {**frame.f_globals, **frame.f_locals}.items():
-            own = {*map(id, held.parameters())} if isinstance(held, nn.Module) else set()
+            own = {*map(id, held.parameters())} if issubclass(type(held), nn.Module) else set()
             if own & left:
                 code += _TO_FLOAT32.format(name=name)
                 left -= own

@@ -101,8 +101,8 @@ class RolloutBatch:
         tokens: Prompts and sampled tokens, int64 of shape (sequences, longest). Shorter sequences are padded
             with 0 on the right, which does not change the results of a causal model.
         places: Two tensors with one number per sampled token, int64 of shape (sampled tokens,). The first
-            tensor has the index of the token's sequence. The second has the position whose logits predict the
-            token.
+            tensor has the index of the sequence of each token. The second tensor has the position whose
+            logits predict the token.
         recorded: The recorded log-probabilities, float64 of shape (sampled tokens,).
         stated: The temperature and top-p from the file, for each sampled token.
     """

@@ -243,6 +243,18 @@ def test_which_parameter_overflowed_is_known_by_name():
     assert accelerator.amp_metrics() == {"loss_scale": 4.0, "skipped_steps": 2}
 
 
+def test_metrics_are_read_between_two_steps_and_change_no_gradient():
+    accelerator = ours(init_scale=8.0, growth_interval=1)
+    (a, b), optimizers = prepared(accelerator, 2)
+    accelerator.backward(a(1.0) + b(1.0))
+    optimizers[0].step()  # requests an update, which waits for the step of the other optimizer
+    before = b.weight.grad.tolist()
+    assert accelerator.amp_metrics() == {"loss_scale": 8.0, "skipped_steps": 0}
+    assert b.weight.grad.tolist() == before
+    optimizers[1].step()
+    assert accelerator.amp_metrics()["loss_scale"] == 16.0
+
+
 @PRECISIONS
 def test_any_precision_tells_of_its_steps(precision):
     accelerator = ours(precision=precision, init_scale=8.0, steps=2)

@@ -79,6 +79,16 @@ def test_gradients_of_a_bare_backward_before_the_first_scaled_loss(weights):
     assert (one.value, scaler.get_scale()) == (-1.0, 8.0)
 
 
+def test_an_update_may_follow_a_recorded_step(weights):
+    one, scaler = weights(), GradScaler("cpu", init_scale=8.0)
+    one.backward(scaler)
+    one.optimizer.zero_grad()
+    kind, _ = raised(scaler.update)
+    assert kind is AssertionError
+    scaler.core.note_step(one.optimizer)
+    scaler.update()
+
+
 @DOOR
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_update_needs_a_check_since_the_last_one(weights, door, count):

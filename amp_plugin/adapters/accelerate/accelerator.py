@@ -440,9 +440,13 @@ class AmpAccelerator(EntryPoint, Accelerator):
     def amp_metrics(self) -> dict[str, float | int]:
         """Return ``loss_scale`` and ``skipped_steps`` for ``accelerator.log``. The host waits for the device.
 
-        If no loss is scaled, ``loss_scale`` is 1.0.
+        If no loss is scaled, ``loss_scale`` is 1.0. A requested update of the loss scale is not applied, so a
+        log changes no gradient.
         """
-        return {"loss_scale": self._scaler.get_scale(), "skipped_steps": self._scaler.skipped_steps()}
+        scaler = self._scaler
+        # get_scale() would apply the update. An engine of DeepSpeed scales in place of a disabled scaler.
+        scale = scaler.loss_scale.item() if scaler.is_enabled() else scaler.get_scale()
+        return {"loss_scale": scale, "skipped_steps": scaler.skipped_steps()}
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Log values to all trackers, and add the loss scale, skips and norms of new optimizer steps.
