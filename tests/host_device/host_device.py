@@ -122,6 +122,8 @@ def install_if_loaded(*, kernels: bool = True) -> None:
         ours.all_cubins = _all_objects
         ours.build_ahead = lambda *_: None
         sys.modules[COMPILER] = ours
+    else:
+        sys.modules.pop(COMPILER, None)  # a rehearsal has put one there in each of its processes
     torch.version.cuda = "13.0"
     for name, value in _namespace(device).items():
         setattr(torch.cuda, name, value)
