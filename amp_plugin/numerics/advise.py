@@ -42,7 +42,7 @@ _FROM_ONE = frozenset({"rsub", "sub"})
 SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
 
 # Maps an op that the dispatcher runs to the ops through which a program may have called it.
-# Autocast has rules for the ops that a program calls.
+# Autocast applies its rules to the op that the program calls, not to the op that the dispatcher runs.
 _CALLED_AS = {
     "addmm": ("linear", "addmm"),
     "bmm": ("matmul", "bmm"),
@@ -54,7 +54,7 @@ _CALLED_AS = {
     "mm": ("linear", "matmul", "mm"),
     "mv": ("matmul", "mv"),
 }
-# Parts of an internal op's name that are missing from the name of the public op.
+# Prefixes and suffixes that an internal op's name has, but that the public op's name does not have.
 # Examples of internal ops are _softmax, native_layer_norm and nll_loss_forward.
 _WITHIN = re.compile(r"^_?(?:native_)?|_forward$")
 
@@ -252,8 +252,8 @@ def finding_of(
 def _rounded_by(call: Call) -> Site | None:
     """Return the first op that must run in fp32 if 16 bits have rounded a number near 1 to 1.
 
-    Fp32 is needed from the first op after the last matrix product onward. The nan or inf arises in a later op
-    that is infinite at 1.
+    All ops after the last matrix product need fp32, and the first of these ops is returned. The nan or inf
+    arises in a later op that is infinite at 1.
     """
     if not call.arguments or not is_low_precision(call.arguments[-1].tensor.dtype):
         return None
@@ -317,7 +317,7 @@ def _finding(
 
 
 def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
-    """Return the names of the ops that need a rule, so that the rule applies however the op was called.
+    """Return the op names that need a rule, so that the rule applies to every way of calling the op.
 
     For ``aten::bmm.default`` the names are ``("aten::matmul", "aten::bmm")``. Most ops have a single name,
     their own. For casts, in-place ops and autograd functions there are no names, because no rule changes

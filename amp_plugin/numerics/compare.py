@@ -8,13 +8,13 @@ for each result that both runs have:
 
     if the difference is more than allowed, the programs differ at this op
 
-    if an input comes from an op that only one run has, and this input differs, the programs differ there
+    if an input that differs comes from an op that only one run has, the programs differ at that op
 
     if only one run's op has an error that rounding does not explain, the kernels of the op differ
 
-Recordings of several ranks are compared rank by rank. The report names the rank on which the earliest result
-differs, because the other ranks may only have received wrong results from it. compare_layouts.py compares a
-run of a single process with a run on several ranks.
+Recordings of several ranks are compared rank by rank. The report names the rank whose results differ first,
+because the other ranks may only have received wrong results from this rank. compare_layouts.py compares a run
+of a single process with a run on several ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class AbsentRanks:
     stopped: tuple[int, ...] = ()
 
     def told(self, run: str) -> Iterator[str]:
-        """Yield a sentence about the ranks that wrote no file, and one about ranks that were cut off."""
+        """Yield a sentence about the ranks that wrote no file, and one about incomplete recordings."""
         for ranks, what in (
             (self.missing, "missing (no file was written)"),
             (self.stopped, "cut off (the program was killed or raised an error while it was recorded)"),
@@ -83,13 +83,13 @@ class RunComparison:
             errors go unnoticed.
         unmeasured: The ops that could not run in fp64, and how often each was called. The results of these
             ops are taken as exact.
-        ranks: The ranks that both recordings have. Empty if each recording is the file of a single process.
+        ranks: The ranks that both recordings have. ``ranks`` is empty if both runs had a single process.
         absent_first, absent_second: The ranks of each recording that wrote no file, or whose recording was
             cut off.
         replicas_first, replicas_second: Gradients that differ between the ranks of one recording, although
             their weights started with the same bits. Only the first step with such gradients is listed.
-        dropouts_first, dropouts_second: Dropouts in one recording whose masks are equal on two ranks but must
-            differ, or differ but must be equal.
+        dropouts_first, dropouts_second: Dropouts in one recording whose masks are equal on shards, or differ
+            between replicas.
         mesh: The sizes of the mesh dimensions by name, including the micro-batches. ``mesh`` is empty unless
             a single process was compared with several ranks or micro-batches. If ``mesh`` is not empty,
             ``differing`` counts the results that rounding does not explain, and ``first`` equals
@@ -186,8 +186,8 @@ def compare_runs(
 
     Results are matched by rank, step, direction, module, op and the order in which they were computed. So a
     run in bf16 can be compared with a run in fp32, although only the first has casts. The comparison uses the
-    values that each op would have computed without rounding. The values of the two runs may differ by three
-    times as much as the op's inputs differ, plus twice the eps of the coarsest dtype.
+    values that each op would have computed without rounding. The allowed difference between two results is
+    three times the difference between the inputs of their ops, plus twice the eps of the coarsest dtype.
 
     If only one of the recordings has several ranks, its shards, partial sums and replicas are combined before
     they are compared. The single process of the other recording must process the whole batch of each step.
@@ -198,8 +198,8 @@ def compare_runs(
             have a single process. If ``second`` is the same recording as ``first``, only its replicas are
             compared with each other.
         names: Maps the names of modules in the first run to their names in the second run, if the runs use
-            two implementations of one model. A name also stands for all its submodules, and ``*`` stands for
-            one part of a name.
+            two implementations of one model. A name stands for a module and all its submodules, and ``*``
+            stands for one component of a dotted name.
         layouts: Combine the results of micro-batches, even if both recordings have a single process. The
             recording with more micro-batches must be the second.
 
@@ -258,7 +258,7 @@ def _comparison(
 ) -> RunComparison:
     """Return all findings as one comparison.
 
-    ``found`` has one entry per rank, or a single entry for all ranks if layouts are compared.
+    ``found`` maps each rank to its comparison. If layouts are compared, one comparison covers all ranks.
     """
     is_by_rank = files[0].ranks > 1 and not are_layouts
     differing = {rank: result.differing for rank, result in found.items()}
@@ -312,7 +312,7 @@ def _earliest(
 
 
 def _unlike_replicas(runs: Mapping[int, Run]) -> tuple[Difference, ...]:
-    """Return the gradients that must be equal on all ranks but differ, from the first step that has any."""
+    """Return the gradients that differ between replicas, from the first step with a difference."""
     replicas = replicas_of([run.weights for run in runs.values()])
     gradients = {rank: run.gradient_records() for rank, run in runs.items()}
     shared = set.intersection(*map(set, gradients.values())) if len(runs) > 1 else set()
@@ -379,13 +379,13 @@ def _compared(ours: Run, theirs: Run, names: ModuleNames) -> Compared:
 def _judged(
     mine: OpRecord, its: OpRecord, alone: Sequence[Mapping[int, OpRecord]], largest: float, inputs: float
 ) -> Difference:
-    """Compare the two runs' values of a result, or of one of its inputs.
+    """Compare a result between two runs, or an input of the op that computed the result.
 
-    If an input comes from an op that only one run has, and this input differs too much, the difference of the
-    input is returned.
+    If an input comes from an op that only one run has, and the input differs by more than the tolerance, the
+    difference of the input is returned.
 
     ``largest`` is the largest difference so far that rounding explains. ``inputs`` is a lower bound on the
-    difference between the inputs. The inputs' fingerprints may show a larger one.
+    difference between the inputs. The fingerprints of the inputs may show a larger difference.
     """
     slack, reason = 2 * max(mine.eps, its.eps), ""
     relative = mine.held.difference(its.held)

@@ -1,13 +1,13 @@
 """Compare a run of a single process with a run of the same training on several ranks or in micro-batches.
 
 1. layout_matches.py pairs each result of the single process with the same result on the ranks.
-2. layout_rounding.py decides whether rounding explains the differences between these results.
+2. layout_rounding.py decides for each pair of results whether rounding explains the difference.
 3. layout_causes.py explains the first difference that rounding does not explain.
 
 Even in a correct program, an intermediate result on a rank may differ from that of the single process. For
-example, an embedding with sharded rows looks up wrong rows for some tokens and masks them afterwards. So a
-differing result counts as wrong only if other wrong results are computed from it. It also counts as wrong if
-no result computed from it on the ranks also exists in the single process.
+example, an embedding with sharded rows looks up wrong rows for some tokens and masks them afterwards. A
+result that differs is reported only if a later result that depends on it differs too. It is also reported if
+the single process has none of the later results that depend on it.
 """
 
 from __future__ import annotations
@@ -64,15 +64,18 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
 
 
 def _arrival(matches: Matches, judged: Mapping[int, Verdict]) -> Callable[[Match], bool]:
-    """Return a function that decides whether a result counts as wrong, given what is computed from it.
+    """Return a function that decides whether a result that differs is reported.
 
-    The function returns True if a wrong result is computed from the given one, or if no result that exists in
-    both runs is computed from it.
+    The function returns True if a later result that depends on this result differs too, or if none of the
+    later results that depend on it exists in both runs.
     """
     readers = _readers(matches.runs)
 
     def next_shared(rank: int, number: int) -> Iterator[int]:
-        """Yield the nearest later results, in the same pass, that the single process also computes."""
+        """Yield the next results that depend on this result and also exist in the single process.
+
+        Results of another pass (forward or backward) are left out.
+        """
         seen, left = {number}, [number]
         records = matches.runs[rank].records
         while left:
@@ -94,7 +97,7 @@ def _arrival(matches: Matches, judged: Mapping[int, Verdict]) -> Callable[[Match
 
 
 def _readers(runs: Mapping[int, Run]) -> dict[tuple[int, int], list[int]]:
-    """Map (rank, index of a result) to the indices of the records whose ops read this result."""
+    """Map (rank, index of a result) to the indices of the rank's results that are computed from it."""
     readers: dict[tuple[int, int], list[int]] = {}
     for rank, run in runs.items():
         for number, record in enumerate(run.records):

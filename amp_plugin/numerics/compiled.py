@@ -14,7 +14,7 @@
 
         run the graph eagerly once more in float64
 
-        allowed = 4 * the largest difference between these five eager runs and the first one + 4 eps
+        allowed = 4 * (largest difference between the first eager run and the five other eager runs) + 4 eps
 
         if the difference is more than allowed, rounding does not explain it
 """
@@ -62,7 +62,7 @@ class CompiledComparison:
             one.
         graphs: The number of graphs that were compiled.
         compared: The number of results and gradients that were compared.
-        not_compared: Maps a description of each kind of impossible comparison to how often it occurred.
+        not_compared: Maps each reason why a result could not be compared to how often it occurred.
     """
 
     def __init__(self) -> None:
@@ -123,8 +123,8 @@ class CompiledComparison:
         for reading, value in held.items():
             kind, number = reading
             if kind == "input" and torch.equal(eager.plain[reading], eager.inputs[number]):
-                # The graph has not written this input. Values are compared instead of version counters,
-                # because some CPU kernels write in place without increasing the version counter.
+                # The graph has not changed this input.
+                # Some CPU kernels write in place without bumping the version counter, so values are compared.
                 continue
             if not value.is_floating_point():
                 if not torch.equal(value, eager.plain[reading]):
@@ -251,12 +251,12 @@ class _EagerRuns:
 def _difference(
     graph: int, eager: _EagerRuns, differing: Differing, compile_graph: Callable[..., Any]
 ) -> Difference:
-    """Describe a result that differs. The description names the first op whose own result differs."""
+    """Describe a result that differs. The description names the first op whose result differs."""
     (kind, number), apart, allowed = differing
     inputs = [node for node in eager.module.graph.nodes if node.op == "placeholder"]
     output: Any = eager.module.graph.output_node().args[0]
     origin = _origin(eager, compile_graph)
-    # If no op's own result differs, name the op that returns the result, or the first that reads the input.
+    # If no single op gives a different result, name the op that returns the result or reads the input.
     node = origin or (output[number] if kind == "result" else next(iter(inputs[number].users), None))
     result = f"result {number}"
     if kind != "result":
@@ -278,7 +278,7 @@ def _difference(
 
 
 def _origin(eager: _EagerRuns, compile_graph: Callable[..., Any]) -> fx.Node | None:
-    """Compile the graph to return the result of each op, and return the first op whose result differs."""
+    """Compile the graph with all ops' results as outputs, and return the first op whose result differs."""
     module = copy.deepcopy(eager.module)
     output = module.graph.output_node()
     ops = [node for node in module.graph.nodes if node.op.startswith("call_")]

@@ -26,9 +26,9 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         findings: The findings, in order. Without ``keep_going`` there is at most one finding. With
             ``keep_going``, repeated findings at the same op and line are merged into one finding with a
             count.
-        read: Nans and infs that reached no loss, gradient or weight, but that Python read as a number, for
-            example in a metric. This includes nans and infs that an op such as argmin has read. There is one
-            finding for each op and line.
+        read: Nans and infs that reached no loss, gradient or weight, but were used elsewhere. Examples are a
+            nan that Python read as a number for a metric, and an inf by which argmin selected an element.
+            There is one finding for each op and line.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         self.findings: list[Finding] = []
         self.read: list[Finding] = []
         self._on_finding, self._raises = on_finding, not keep_going
-        self._known: dict[tuple[object, ...], int] = {}  # maps the identity of a finding to its index
+        self._known: dict[tuple[object, ...], int] = {}  # maps each finding's key to its index
         tracker = Tracker(model)
         self._watch = Watch(tracker, self._found, strict=strict, patience=patience)
         self._learning = Learning(tracker)
@@ -70,7 +70,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
             for finding in self._learning.findings() if not self.findings else ():
                 self._found(finding)
         elif not isinstance(error, NonFiniteError):
-            self._raises = False  # the program's own error is raised instead
+            self._raises = False  # a finding must not replace the error that ended the program
             with unwatched():
                 for finding in findings_at_end(self.tracker, last, error):
                     self._found(finding)
@@ -100,7 +100,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         return "\n".join(lines)
 
     def notes(self) -> list[str]:
-        """Return one line for each finding in ``read``, and a command that stops at the first of them."""
+        """Describe each finding in ``read`` in a line, and name a command that stops at the first one."""
         if not self.read:
             return []
         lines = [f"  {found.headline}, at {found.place}: {found.reached}" for found in self.read]
@@ -126,7 +126,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
 
 
 def _about(finding: Finding) -> tuple[object, ...]:
-    """Return the identity of a finding. Findings with the same identity are merged."""
+    """Return the key of a finding. Findings with equal keys are merged into one."""
     return finding.kind, finding.op, finding.forward_op, finding.place, finding.cause, finding.lesson
 
 
@@ -137,16 +137,17 @@ def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict
     autocast. The error names the op, the module, the line, the cause, the dtype, the op rule and the ranges
     of the inputs. It also says what to do.
 
-    A nan or inf is harmful if it reaches a loss, a gradient, a weight or the state of an optimizer. So a mask
-    of -inf raises no error, and neither does a nan or inf that a later op replaces. If the region has no
-    backward pass, a nan or inf is harmful if it is still in a tensor at the end. If there is no harmful nan
-    or inf, the region is checked for three reasons why a model may not learn. The reasons are a missing
-    optimizer step, updates lost to rounding in the weight's dtype, and gradients that underflow to 0 in fp16.
+    A nan or inf is harmful if it reaches a loss, a gradient, a weight or the state of an optimizer. For
+    example, a mask of -inf raises no error, and neither does a nan or inf that a later op replaces. If the
+    region has no backward pass, a nan or inf is harmful if it is still in a tensor at the end. If there is no
+    harmful nan or inf, the region is checked for three reasons why a model may not learn. The reasons are a
+    missing optimizer step, updates lost to rounding in the weight's dtype, and gradients that underflow to 0
+    in fp16.
 
     Each op waits for the device, so use this for debugging and not for training. Compiled functions run
     eagerly. Threads and processes that the region starts are not watched. If one of several ranks raises the
-    error, the other ranks wait in their next collective until its process ends. So let the error end the
-    process, or use ``keep_going``.
+    error, the other ranks wait in their next collective until its process ends. In a run with several ranks,
+    let the error end the process, or use ``keep_going=True``.
 
     Args:
         model: The model from which names of modules and parameters are taken. By default, names begin with

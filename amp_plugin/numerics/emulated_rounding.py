@@ -1,8 +1,8 @@
 """Run a program with the roundings of another implementation, such as an inference engine.
 
 ``EmulatedRounding`` adds a rounding step to the results or operands of chosen ops. ``attention_in_steps``
-replaces torch's fused attention by separate steps, so that it can round like another fused kernel. Both
-change values but not dtypes, so the program needs no changes.
+computes attention in separate steps instead of in a fused kernel, to imitate the roundings of other kernels.
+The emulated roundings change values but not dtypes, so the program needs no changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FP8: Final = torch.float8_e4m3fn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpPlace:
-    """A place where rounding can be emulated: the results or operands of an op on one line of a program.
+    """The results or operands of one op on one line of a program, as a place to emulate rounding.
 
     Attributes:
         op: The name of the op without namespace and overload, such as ``"mul"``.
@@ -67,13 +67,14 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
     """A region that adds rounding steps at chosen places of forward passes.
 
     Args:
-        dtype: The dtype to round to. Only results in a wider dtype are rounded.
-        places: The places at which to round. If no places are given, nothing is rounded, and all places are
-            recorded.
+        dtype: The dtype to round to. Results are rounded only if their dtype is wider than ``dtype``.
+        places: The places at which to round. If no places are given, nothing is rounded, and ``found`` lists
+            all places where results can be rounded.
 
     Attributes:
         found: Maps each place whose results are wider than ``dtype`` to the shape of its first result, in the
-            order of first execution. If places are given, only places with the same ops are recorded.
+            order of first execution. If places are given, ``found`` contains only places with the ops of the
+            given places.
         product: The module that called the last matrix product of the forward pass; None if there is none.
         last: The place of the last matrix product; None if its result is not wider than ``dtype``.
     """

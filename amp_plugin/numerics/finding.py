@@ -1,6 +1,6 @@
 """A finding of ``diagnose``, as data and as text.
 
-A finding describes the op or value that nans and infs came from.
+A finding describes the origin of a nan or inf, or a reason why a model does not learn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Cure:
     """A change to a program.
 
     Attributes:
-        place: A string that says what the lines do and where to put them.
+        place: A string that says what the lines of code do and where to put them.
         code: The lines of code. The lines need no change if the program's variable for the model is
             ``model``.
     """
@@ -91,10 +91,10 @@ class Finding:
             - ``"infinity"``: The op computed with infs that the program had written on purpose.
             - ``"empty"``: The op computed a mean or variance of too few elements.
             - ``"divergence"``: The weights have grown too much.
-            - ``"loss scale"``: The loss scale may be too large.
-            - ``"lost updates"``, ``"underflow"``, ``"no step"``: The reason why the model does not learn.
-            - ``"data"``, ``"weight"``, ``"unwritten"``, ``"collective"``, ``"constant"``, ``"function"``,
-              ``"dtype"``, ``"scaled clip"``, ``"order"``: These causes say the same as ``kind``.
+            - ``"loss scale"``: The loss scale may be too large. - The causes ``"lost updates"``,
+            ``"underflow"`` and ``"no step"`` say why the model does not learn. - The causes ``"data"``,
+            ``"weight"``, ``"unwritten"``, ``"collective"``, ``"constant"``, ``"function"``, ``"dtype"``,
+            ``"scaled clip"`` and ``"order"`` say the same as ``kind``.
         op: The full name of the op, for example ``"aten::exp.default"``. For the kind ``"order"``, the name
             of the scaler's method.
         forward_op: If the op ran in a backward pass, the name of its forward op. Otherwise empty.
@@ -118,9 +118,9 @@ class Finding:
         rule_names: The ops that need an fp32 rule if 16 bits are the reason. See ``OpRules.with_rule``.
         source: The path of the weight that held the nan or inf. For input data, the batch, the tensor and the
             row, as far as they are known.
-        lesson: A string with further facts, which depend on the kind: what was measured (``"learning"``), the
-            dtypes of the inputs (``"dtype"``), the loss scale and the limit (``"clip"``), or the call that is
-            missing (``"order"``).
+        lesson: A string with further facts, such as the missing call for the kind ``"order"``, the loss scale
+            and the limit for ``"clip"``, the dtypes of the inputs for ``"dtype"``, and the measurement for
+            ``"learning"``.
         count: The number of times that this finding occurred at the same op and line.
     """
 
@@ -221,7 +221,7 @@ class NonFiniteError(FloatingPointError):
 
 
 def laid_out(headline: str, rows: Iterable[tuple[str, str]]) -> str:
-    """Return a string with the headline on the first line, followed by one line for each name and text."""
+    """Return a string with the headline on the first line, followed by one line for each row."""
     named = list(rows)
     width = max(len(name) for name, _ in named)
     return "\n".join([headline, *(f"  {name:<{width}}  {text}" for name, text in named)])

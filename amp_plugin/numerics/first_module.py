@@ -10,7 +10,7 @@
 
     if a step with hooks is skipped, read these magnitudes on the CPU, in the order of computation
 
-    at the next call of a module, drop the magnitudes (several optimizers may have stepped by then)
+    at the first call of a module after an optimizer step, drop the magnitudes
 
 The largest magnitude of a tensor is nan or inf if and only if an element is not finite. Nothing is copied
 from the device to the CPU until a step is skipped.
@@ -40,8 +40,8 @@ from amp_plugin.scaling.overflows import FirstModules
 from amp_plugin.scaling.step_log import StepLog, StepResult
 
 STEPS_AFTER_SKIP: Final = 8  # the hooks stay for this many steps after a skipped step
-STEPS_IN_ALL: Final = 64  # at most this many steps of a run are taken with hooks
-_MOST_NUMBERS: Final = 50_000  # at most this many magnitudes are kept per step
+STEPS_IN_ALL: Final = 64  # in one run, modules have hooks during at most this many steps
+_MOST_NUMBERS: Final = 50_000  # at most this many magnitudes are stored per step
 _MOST_TENSORS: Final = 8  # at most this many tensors are measured per call of a module
 _DTYPES: Final = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _PLAIN: Final = {Tensor, nn.Parameter}
@@ -65,16 +65,16 @@ class ModuleWatch:
         self._numbers: list[Largest] = []
         # Maps the id of each measured tensor to a weak reference and to its version counter.
         self._measured: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        # The ids of the optimizers that have stepped since the last measurement. There may be several.
+        # The ids of all optimizers that have stepped since the last measurement.
         self._stepped: set[int] = set()
-        self._just_begun = False  # whether hooks were added after the passes that led to these steps
+        self._just_begun = False  # whether the hooks were added after this iteration's backward pass
         # _left: how many steps may still run with hooks if no further step is skipped.
         # _budget: how many steps of this run may still run with hooks.
         self._left, self._budget = 0, STEPS_IN_ALL
         self._open = ExitStack()
 
     def open(self) -> None:
-        """Start waiting for the first skipped step."""
+        """Subscribe to the step log, to notice the first skipped step."""
         self._log.subscribe(self._look, first=True)
 
     def follow(self, models: Sequence[nn.Module]) -> None:
@@ -83,7 +83,7 @@ class ModuleWatch:
         self._hooks = ModuleHooks(models, self._measure)
 
     def __enter__(self) -> Self:
-        """Start waiting for the first skipped step."""
+        """Call ``open``."""
         self.open()
         return self
 
@@ -103,11 +103,14 @@ class ModuleWatch:
         self._forget()
 
     def _look(self, step: StepResult) -> None:
-        """Look at a finished step. If the step was skipped, name the module and keep the hooks."""
+        """Look at a finished step.
+
+        If the step was skipped, name the module that made the first nan or inf, and keep the hooks.
+        """
         with only_warning("the watch of modules", self.close):
             was_on = self._left > 0
             optimizer = id(step.optimizer())
-            if optimizer in self._stepped:  # nothing has been measured since its last step
+            if optimizer in self._stepped:  # no module has run since this optimizer's last step
                 self._forget()
             self._stepped.add(optimizer)
             self._budget -= was_on
@@ -131,8 +134,8 @@ class ModuleWatch:
 
     def _begin(self) -> None:
         self._just_begun = True
-        # Within this context, the log knows before the next step begins whether a step was skipped.
-        # So all magnitudes that the hooks have collected belong to the step that has just ended.
+        # Before the next step begins, this context makes the step log read whether the last step was skipped.
+        # Therefore, the magnitudes that the hooks have collected belong to the step that has just ended.
         self._open.enter_context(self._log.watched())
         self._hooks.open()
         self._open.callback(self._hooks.close)

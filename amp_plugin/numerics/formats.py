@@ -45,7 +45,7 @@ class OperandRange:
     underflowed: int = 0
 
     def add(self, matrix: Tensor, *, is_gradient: bool) -> None:
-        """Measure one operand. Scales are computed along its last dimension."""
+        """Measure one operand. Scales are computed along the last dimension of the operand."""
         codes = quantize(matrix.contiguous(), self.format, is_gradient=is_gradient)
         scales = codes.scales[codes.scales.isfinite() & (codes.scales > 0)]
         self.calls += 1
@@ -107,7 +107,7 @@ class FormatLog:
         self._own.close()
 
     def open(self, stack: ExitStack) -> None:
-        """Register a hook for all modules, which ``stack`` removes when it is closed."""
+        """Register a hook on all modules. Closing ``stack`` removes the hook."""
         stack.callback(register_module_forward_hook(self._called).remove)
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -119,7 +119,7 @@ class FormatLog:
         self._add(path, "input", name, args[0])
         self._add(path, "weight", name, layer.weight)
         if isinstance(output, Tensor) and output.requires_grad:
-            add = partial(self._add, path, "gradient", name)  # also works if backward runs after the region
+            add = partial(self._add, path, "gradient", name)  # backward may run after the region
             output.register_hook(add)  # type: ignore[no-untyped-call]
 
     def _add(self, path: str, operand: str, name: str, tensor: Tensor) -> None:

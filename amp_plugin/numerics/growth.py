@@ -18,7 +18,7 @@ DIVERGES: Final = "the training diverges. Lower the learning rate, warm it up, o
 
 
 def grown(factor: float) -> str:
-    """Return the beginning of a sentence about grown weights, or ``""`` if they have not grown much."""
+    """Return a phrase that says how much the weights have grown, or ``""`` if they have not grown much."""
     return f"weights are {factor:.3g} times as large as at the start: " if factor >= GROWN else ""
 
 
@@ -34,8 +34,7 @@ def growth_of(tensor: Tensor, begun: float) -> float:
 
     The factor is infinite if the norm is no longer finite.
 
-    If ``begun`` is smaller than the norm of a tensor of the same size whose elements are all 0.1, the norm of
-    that tensor is used instead.
+    If ``begun`` is smaller than ``0.1 * sqrt(numel)``, the growth is measured from ``0.1 * sqrt(numel)``.
     """
     factor = norm(tensor) / max(begun, 0.1 * math.sqrt(tensor.numel()))
     return math.inf if math.isnan(factor) else factor

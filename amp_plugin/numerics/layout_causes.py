@@ -1,8 +1,8 @@
 """Explain a wrong result on several ranks, such as a missing sum, a superfluous sum or a wrong order.
 
 First, look for a factor, a sum over ranks or an order of the elements that would make the result right. If
-there is none, the explanation names the mesh dimensions that may be responsible. A mesh dimension may be
-responsible if inputs differ along it, or if ranks exchanged data along it earlier.
+nothing makes the result right, the explanation names the mesh dimensions that may be responsible. A mesh
+dimension may be responsible if inputs differ along it, or if ranks exchanged data along it earlier.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class Cause(NamedTuple):
     is_coarse: bool = False
 
     def within(self, clues: Iterable[Collection[Axis]]) -> Cause:
-        """Return the cause, restricted to those of its mesh dimensions that a clue also contains.
+        """Return the cause with only those mesh dimensions that a clue contains too.
 
-        The first clue that has a mesh dimension in common with the cause is used.
+        A clue is a collection of mesh dimensions. The first clue that shares a dimension with the cause is
+        used.
         """
         for clue in clues:
             axes = tuple(axis for axis in self.axes if axis in clue)
@@ -112,7 +113,7 @@ def _other_subsets(axes: tuple[Axis, ...], added: tuple[Axis, ...]) -> Iterator[
 
 
 def _sizes(axes: tuple[Axis, ...]) -> Iterator[tuple[int, tuple[Axis, ...]]]:
-    """Yield the sizes of mesh dimensions, and products of sizes, each with its mesh dimensions."""
+    """Yield each product of mesh sizes, with the mesh dimensions whose sizes give this product."""
     found: dict[int, list[Axis]] = {}
     for subset in _other_subsets(tuple(axis for axis in axes if axis.size > 1), ()):
         size = math.prod(axis.size for axis in subset)
@@ -179,12 +180,12 @@ def wrong_ranks(layout: Layout, best: Combined, allowed: float, mesh: ProcessMes
 def _exchanged_since_right(
     results: Iterable[tuple[int, int]], matches: Matches, verdicts: Mapping[int, Verdict]
 ) -> list[tuple[OpRecord, tuple[int, ...]]]:
-    """Return the collectives between the last correct results and the given ones, with the ranks of each.
+    """Return the collectives between the last correct results and some wrong results, each with its ranks.
 
     Args:
-        results: The rank of each given result, and its index in the run of this rank.
+        results: The wrong results, each as a tuple (rank, index of the result in the run of this rank).
         matches: The results that both runs have.
-        verdicts: Maps the index of a match to its verdict.
+        verdicts: Maps the index of each matched result to its verdict.
     """
     exchanges = []
     seen, left = set[tuple[int, int]](), list(results)
@@ -205,7 +206,7 @@ def _exchanged_since_right(
 def _cause_in_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> Cause | None:
     """Explain a wrong input that should be the same on all ranks.
 
-    Return None if there is no explanation for a wrong input.
+    Return None if no input is wrong, or if no wrong input can be explained.
     """
     limit = verdicts[match.number].usual
     for index, read in enumerate(match.mine.reads):
@@ -226,7 +227,10 @@ def _cause_in_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verd
 
 
 def _inputs_of(match: Match, matches: Matches, index: int) -> dict[tuple[int, ...], Piece] | None:
-    """Return the input ``index`` of a result on all ranks, or None if the op of a rank has fewer inputs."""
+    """Return, for each rank, input number ``index`` of the op that computed a result.
+
+    Return None if the op on a rank has fewer inputs.
+    """
     if any(len(record.reads) <= index for record in match.theirs):
         return None
     return {
@@ -236,7 +240,7 @@ def _inputs_of(match: Match, matches: Matches, index: int) -> dict[tuple[int, ..
 
 
 def _unknown_cause(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> Cause:
-    """Return the mesh dimensions that may be responsible according to the first available clue."""
+    """Return a cause with the mesh dimensions that may be responsible for an unexplained difference."""
     axes = match.layout.differing_axes(verdicts[match.number].allowed) or match.layout.axes
     clues = [
         _partial_inputs(match, matches, verdicts),
@@ -249,7 +253,7 @@ def _unknown_cause(match: Match, matches: Matches, verdicts: Mapping[int, Verdic
 def _partial_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> tuple[Axis, ...]:
     """Return the mesh dimensions over which an input is a partial sum.
 
-    Inputs in which the op is linear are left out, because partial sums are allowed there.
+    The first input of a division is left out, because it may correctly be a partial sum.
     """
     found: set[Axis] = set()
     for rank, number in match.pieces.values():
@@ -263,7 +267,7 @@ def _partial_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdi
 
 
 def _newly_differing(match: Match, matches: Matches) -> tuple[Axis, ...]:
-    """Return the mesh dimensions along which an input differs now, but did not differ one step earlier."""
+    """Return the mesh dimensions along which an input differs, but did not differ in the previous step."""
     (step, direction, module, op), nth = match.place
     before = matches.at.get(((step - 1, direction, module, op), nth))
     if before is None:
@@ -273,7 +277,7 @@ def _newly_differing(match: Match, matches: Matches) -> tuple[Axis, ...]:
 
 
 def _differing_inputs(match: Match, matches: Matches) -> list[set[Axis]]:
-    """Return one set per input, with the mesh dimensions along which this input differs."""
+    """Return, for each input of a result, the mesh dimensions along which the input differs."""
     found: list[set[Axis]] = []
     while (inputs := _inputs_of(match, matches, len(found))) is not None:
         layout = Layout(whole=next(iter(inputs.values())), pieces=inputs, axes=match.layout.axes)
@@ -292,9 +296,9 @@ def _exchanged_before(match: Match, matches: Matches) -> tuple[Axis, ...]:
 
 
 def _made_alone(match: Match, matches: Matches) -> str:
-    """Describe an op that computed an input but that only the ranks run, not the single process.
+    """Describe an op that computed an input on a rank, and that the single process did not run.
 
-    Return an empty string if there is no such op.
+    Return an empty string if the single process ran all ops that computed the inputs.
     """
     for rank, number in match.pieces.values():
         records = matches.runs[rank].records

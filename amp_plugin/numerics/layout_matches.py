@@ -85,7 +85,7 @@ class Matches:
 
     @cached_property
     def at(self) -> dict[tuple[Place, int], Match]:
-        """Maps the ``place`` and ``nth`` of a match to the match."""
+        """Maps the ``place`` attribute of each match to the match."""
         return {match.place: match for match in self.all}
 
     @cached_property
@@ -145,9 +145,10 @@ class Matches:
     def _alike(
         self, mine: Sequence[int], theirs: Mapping[int, Sequence[int]], repeats: int
     ) -> tuple[Sequence[int], Mapping[int, Sequence[int]]] | None:
-        """Return the results that can be matched one by one, or None if the ranks have too many or too few.
+        """Return the results that can be matched one by one, or None if the numbers of results do not fit.
 
-        If the counts do not agree, results with shapes that do not fit the other run are left out.
+        If the numbers of results do not fit, results whose shapes do not fit the other run are left out
+        first.
         """
 
         def counts_agree(mine: Sequence[int], theirs: Mapping[int, Sequence[int]]) -> bool:
@@ -185,8 +186,8 @@ def _micro_batches(
 ) -> int:
     """Return how often a rank runs an op that the single process runs once.
 
-    This is the number of micro-batches. If the forward ops inside modules give different numbers, return the
-    most frequent one.
+    This is the number of micro-batches. If the forward ops inside modules give different numbers of
+    micro-batches, return the most frequent number.
     """
     ratios: Counter[int] = Counter()
     for place, numbers in mine.items():

@@ -2,10 +2,10 @@
 
 A recording contains the value of each result without rounding, and a measurement of how far rounding moved
 the result. The values without rounding are compared. The values of two correct runs still differ a little,
-because data from other ranks and results of ops that did not run in float64 contain rounding. The difference
-between two correct runs should not exceed the measured rounding, which is about equal in both runs. An op may
-amplify a small difference between its inputs, but it amplifies the measured rounding as well. So the limit is
-the same for all ops, except for optimizer steps that use the signs of the gradients.
+because data from other ranks and results of ops that did not run in float64 contain rounding errors. The
+difference between two correct runs should not exceed the measured rounding, which is about equal in both
+runs. An op may amplify a small difference between its inputs, but it amplifies the measured rounding as well.
+The limit is therefore the same for all ops, except for optimizer steps that use the signs of the gradients.
 
 ::
 
@@ -28,8 +28,8 @@ were found (docs/lab/numerics.md).
 
 There is only one right way to combine gradients that reach the optimizer. The shards of a gradient make up
 the whole gradient, and along all other mesh dimensions the ranks must have equal gradients. A gradient that
-was reduced in a coarser dtype should be reported. So for gradients, the tolerance covers only the rounding
-of the run in a single process.
+was reduced in a coarser dtype should be reported. The tolerance for gradients therefore covers only the
+rounding of the single process.
 
 A result is not judged if the two runs drew different random numbers for it, or if it is computed from a
 result that is not judged.
@@ -49,11 +49,11 @@ from amp_plugin.numerics.recorded import OpRecord, Run
 _GROWTH = 4.0
 _GOES_BY_SIGNS = re.compile("addcdiv|_fused_adam")
 _EXCHANGED = 4  # data from other ranks may be rounded several times, by this many eps in total
-_ONE = -1  # stands for the single process in keys that otherwise contain a rank
+_ONE = -1  # used instead of a rank for the run of the single process
 
 
 class Verdict(NamedTuple):
-    """Whether rounding explains the difference between one result of the two runs.
+    """A verdict on whether rounding explains how a result differs between the two runs.
 
     Attributes:
         best: The way to combine the pieces that is closest to the single process, or the simplest one that is
@@ -87,14 +87,14 @@ def verdicts(matches: Matches) -> dict[int, Verdict]:
 
 
 class _Judge:
-    """Judges the results in the single process's order of execution, and keeps each difference."""
+    """Judges results in the order in which the single process computed them, and stores their differences."""
 
     def __init__(self, matches: Matches) -> None:
         self._runs: dict[int, Run] = {**matches.runs, _ONE: matches.whole}
-        # Maps (rank, index of a result) to the relative difference of this result. inf if it is not known.
+        # Maps (rank, index of a result) to the result's relative difference, or to inf if it is not known.
         self._apart: dict[tuple[int, int], float] = {}
         # Maps a rank to the estimated differences of its results.
-        # The estimates are used for results that only this rank has.
+        # The estimates are used for results that only one of the two runs has.
         self._swept: dict[int, list[float]] = {}
         self._follows_random = False
         # The indices, in the single process's run, of the norms of tensors that are split over the ranks.
@@ -142,7 +142,7 @@ class _Judge:
     def _apart_of(self, rank: int, number: int) -> float:
         """Return the difference of a result.
 
-        If only this run has the result, estimate the difference from the differences of its inputs.
+        If the result exists in only one run, estimate its difference from the differences of its inputs.
         """
         if (rank, number) in self._apart:
             return self._apart[rank, number]
@@ -159,7 +159,7 @@ class _Judge:
     def _best(self, match: Match, usual: float, allowed: float) -> Combined:
         """Return the first way to combine the pieces whose difference is at most ``usual``.
 
-        If there is none, return the way with the smallest difference.
+        If every way has a larger difference, return the way with the smallest difference.
         """
         layout = match.layout
         if match.is_gradient:
@@ -196,6 +196,6 @@ def _of_signs(record: OpRecord, inputs: float) -> float:
     """
     if not _GOES_BY_SIGNS.search(record.op) or not record.held.norm or math.isinf(inputs):
         return 0.0
-    # The input that is closest to the result is the weight before the step.
+    # Among the inputs of the optimizer's op, the input closest to the result is the weight before the step.
     step = min(math.dist(read.sketch, record.held.sketch) for read in record.reads)
     return _GROWTH * 2 * math.sqrt(inputs) * step / record.held.norm

@@ -24,24 +24,24 @@ MICRO_BATCHES = "micro-batches"
 
 
 class Piece(NamedTuple):
-    """A tensor as one rank or the single process recorded it."""
+    """The recorded description of a tensor on one rank or in the single process."""
 
     held: Fingerprint
     part: Part
 
 
 class Combined(NamedTuple):
-    """One way to combine the pieces, and the distance of its result from the tensor of the single process.
+    """One way to combine the pieces, and how far the result is from the tensor of the single process.
 
     Attributes:
         relative: The norm of the difference, divided by the norm of the tensor.
         added: The dimensions of the mesh along which pieces are added. Along the other dimensions, pieces
             must be equal.
         scale: The factor by which the sum of the pieces is multiplied.
-        condition: How many times larger the pieces are than their sum, but at least 1. The allowed rounding
-            is multiplied by this number.
-        unlike: Maps the coordinates of each replica on the mesh to its difference from the tensor. If pieces
-            are added, each sum has one entry.
+        condition: The norm of the pieces that are added, divided by the norm of the tensor, but at least 1.
+            The tolerance for rounding is multiplied by ``condition``.
+        unlike: Maps the mesh coordinates of each replica to its relative difference from the tensor of the
+            single process. If pieces are added, there is one entry for each sum of pieces.
     """
 
     relative: float
@@ -73,14 +73,17 @@ class Layout:
 
     @property
     def cut(self) -> Dims:
-        """The dimensions of the tensor along which at least one rank has only a part."""
+        """The dimensions of the tensor along which at least one rank holds only a part."""
         shape = self.whole.part.shape
         shapes = [piece.part.shape for piece in self.pieces.values()]
         return tuple(dim for dim, size in enumerate(shape) if any(other[dim] != size for other in shapes))
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the shapes of the pieces fit the tensor, and enough was recorded to compare them."""
+        """Whether the pieces can be compared with the tensor of the single process.
+
+        The shapes of the pieces must fit the tensor, and the sums over its split dimensions must exist.
+        """
         if self.is_located:
             return True
         shape = self.whole.part.shape
@@ -107,8 +110,8 @@ class Layout:
         Args:
             are_means: The pieces may be means over a rank's part of the batch. Then their mean is tried, too.
             are_backward: The pieces may be gradients of a mean over a rank's part of the batch. The gradient
-                of a local mean is larger than the gradient of the mean over the whole batch, so smaller
-                multiples are also tried.
+                of a local mean is larger than the gradient of the mean over the whole batch, so factors below
+                1 are also tried.
         """
         cut = self.cut
         for added in _subsets(self.axes):
@@ -145,7 +148,7 @@ class Layout:
         return self._sum(added, scale, lambda piece: piece.part.whole, self.whole.held.sketch)
 
     def combined(self, added: tuple[Axis, ...], scale: float, cut: Dims) -> Combined:
-        """Combine pieces whose order along the tensor's dimensions ``cut`` is unknown."""
+        """Combine the pieces of a tensor that is split along the dimensions ``cut`` in unknown order."""
         if not cut:
             if not added and scale == 1:
                 return self._same()
@@ -188,9 +191,9 @@ class Layout:
     def _groups(
         self, added: tuple[Axis, ...], vector_of: Callable[[Piece], Sequence[float]]
     ) -> dict[Coordinates, list[float]]:
-        """Sum a vector of each piece along some dimensions of the mesh.
+        """Add up one vector per piece along the mesh dimensions ``added``.
 
-        The keys of the result are coordinates on the mesh, which are 0 along these dimensions.
+        The keys of the result are mesh coordinates, with 0 for each dimension in ``added``.
         """
         keeps = [axis not in added for axis in self.axes]
         totals: dict[Coordinates, list[float]] = {}

@@ -24,11 +24,11 @@ from amp_plugin.scaling.gradients import params_of
 
 _ENOUGH = 3  # a reason is reported after this many steps or backward passes
 _LOST = 0.5  # lost updates are reported if more than this fraction of the elements did not change
-_UNDERFLOWED = 0.25  # underflow is reported if more than this fraction of fp16 gradients is 0 only in fp16
+_UNDERFLOWED = 0.25  # underflow is reported above this fraction of gradient elements that are 0 only in fp16
 
 _WIDE = ShadowValues(torch.float32)
 
-# Maps a cause, or a cause and a special case of it, to a text about the measurement and to advice.
+# Maps each reason why a model does not learn to a description of the measurement, and to advice.
 _REASONS = {
     "no step": (
         "no optimizer took a step in {passes} backward passes",
@@ -67,11 +67,11 @@ class Learning:
         self._updates, self._underflow = [0, 0], [0, 0]  # (number of lost elements, total number of elements)
         self._steps_with_gradients = 0
         self._leaves: set[int] = set()  # the ids of parameters that received a gradient before the first step
-        self._has_optimizer: bool | None = None  # whether an optimizer updates one of these parameters
+        self._has_optimizer: bool | None = None  # whether an optimizer updates a parameter with a gradient
         self._dtype = torch.bfloat16
         self._stepped_at: tuple[Place | None, Place | None] = (None, None)
         self._new: Storages[Site] = Storages()  # the call of torch.tensor() that made the storage
-        self._new_leaf: Site | None = None  # the call of torch.tensor() whose tensor first had a gradient
+        self._new_leaf: Site | None = None  # the torch.tensor() call whose result first received a gradient
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Copy the parameters whose updates may be lost to rounding."""

@@ -1,7 +1,7 @@
 """Hooks that observe each call of a model's modules without affecting the program.
 
 The hooks are removed while torch.compile traces, so compiled code contains neither the hooks nor guards on
-them. A copy or a pickle of the model does not contain the hooks either.
+them. Copies and pickles of the model do not contain the hooks.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def prefixes(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing. A copied hook calls this function instead of the original hook's function."""
+    """Do nothing. A copy of a hook calls this function, so that copied models are not observed."""
 
 
 class ModuleHooks:
-    """Calls a function each time a module is called, from ``open`` until ``close``.
+    """Calls a function after each call of a module, between ``open()`` and ``close()``.
 
     The hook on a module is this object together with the module's name. A copy of the object does nothing.
 

@@ -18,8 +18,8 @@ _NOT_A_MAPPING = (
 class ModuleNames:
     """Translates the module names of the second run into those of the first run.
 
-    A name stands for a module and all its submodules. ``*`` stands for one part of a name, such as the number
-    of a layer. If several names match, the longest one is used.
+    A name stands for a module and all its submodules. ``*`` stands for one component of a dotted name, such
+    as the number of a layer. If several names match, the longest one is used.
 
     Args:
         names: Maps module names of the first run to module names of the second run.

@@ -94,7 +94,7 @@ class Tracker:
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         modules = self._modules()
-        if module in modules:  # also removes inner modules whose call ended with an error
+        if module in modules:  # this also removes inner modules whose forward pass raised an error
             while modules.pop() is not module:
                 pass
 
@@ -109,7 +109,7 @@ class Tracker:
                     self._norms.setdefault(path, norm(tensor))
 
     def weight(self, tensor: Tensor) -> str:
-        """Return the path of the parameter or buffer in a tensor's storage, or ``""`` if there is none."""
+        """Return the path of the parameter or buffer that uses a tensor's storage, or ``""`` if none does."""
         found = self._weights.get(tensor)
         return found[1] if found else ""
 
@@ -144,7 +144,7 @@ class Tracker:
         return ", ".join([*begun, step])
 
     def ends(self) -> None:
-        """Note that the program has ended, so no further optimizer step follows."""
+        """Record the end of the program, after which no optimizer step follows."""
         self._is_over = True
 
     def step_begins(self, _: Optimizer) -> None:

@@ -69,10 +69,10 @@ _OVERWRITING = frozenset(
 )  # fmt: skip
 
 # The kernels of these ops call other ops, which autocast casts.
-# Under a dispatch mode, autocast does not see these inner ops unless it is enabled for them.
+# Under a dispatch mode, autocast does not see the ops inside these kernels unless it is enabled for them.
 _AUTOCAST_INSIDE = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
-_ASKED = "_callback_from_stance"  # torch calls this whenever a compiled function is called
+_ASKED = "_callback_from_stance"  # torch calls this function when the program calls a compiled function
 
 # These ops have an argument half_to_float, which must be False for inputs that are not fp16.
 _HALF_TO_FLOAT = frozenset({"_softmax", "_log_softmax"})
@@ -84,7 +84,7 @@ _READ_A_WORKSPACE = frozenset({"_cudnn_rnn_backward", "miopen_rnn_backward", "mk
 
 
 class OpTraits:
-    """Facts about an op that are known before it runs, from its schema, its tags and the lists above."""
+    """Facts about an op that follow from its schema, its tags and the lists in this file."""
 
     def __init__(self, op: OpOverload) -> None:
         self._op = op
@@ -190,7 +190,7 @@ class Argument:
 
     @property
     def label(self) -> str:
-        """The name of the argument, with the index if it is a list of tensors."""
+        """The name of the argument, with the index of the tensor if the argument is a list of tensors."""
         return self.name if self.index is None else f"{self.name}[{self.index}]"
 
     @property
@@ -210,7 +210,10 @@ class Argument:
 
     @cached_property
     def values(self) -> Tensor | None:
-        """The tensor's real values when the op runs. None if the values cannot be read or were not kept."""
+        """The tensor's values when the op runs, as real (not complex) numbers.
+
+        None if the values cannot be read or were not copied.
+        """
         return real_values(self.tensor)
 
     def keep(self, *, is_read: bool) -> None:
@@ -248,7 +251,7 @@ class Call:
     ) -> None:
         self._func, self._args, self._kwargs, self._region = func, args, kwargs, region
         self.rank = rank
-        self.node = torch._C._current_autograd_node()  # the node that calls the op; None in a forward pass
+        self.node = torch._C._current_autograd_node()  # the autograd node of a backward op; else None
         self.kept: Any = None  # data that an observer keeps until the op has run
         self.read: tuple[Any, ...] = ()  # the fingerprints of the inputs, if the run is recorded
 
@@ -375,15 +378,14 @@ class Call:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the op has tensor arguments, and another call with them would give the same results."""
+        """Whether the op has tensor arguments, and would give the same results if it were called again."""
         return self.traits.is_repeatable and bool(self.given)
 
     def changed(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Any, Any]:
         """Return a changed copy of the arguments, with which the op can run again.
 
         Args:
-            change: A function that replaces each tensor. The function must copy tensors to which the op
-                writes.
+            change: A function that replaces each tensor. ``change`` must copy tensors to which the op writes.
             dtype: The dtype that replaces 16-bit dtypes and float32 among the arguments.
         """
         tensors: dict[int, Tensor] = {}
@@ -476,7 +478,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             ask = getattr(eval_frame, _ASKED, None)
-            if ask is None:  # without this function of torch, calls of compiled functions go unnoticed
+            if ask is None:  # if torch lacks this function, calls of compiled functions cannot be noticed
                 self.has_compiled = True
             else:
                 stack.enter_context(patch.object(eval_frame, _ASKED, self._notes_compiled(ask)))
@@ -497,7 +499,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ended(error)
 
     def _notes_compiled(self, choose: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap torch's function for the compiler stance, so that calls of compiled functions are noticed."""
+        """Wrap the torch function that runs at each call of a compiled function, to notice these calls."""
 
         def choose_and_note(callback: Any) -> Any:
             self.has_compiled |= callback not in {None, False}
@@ -523,7 +525,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tell(event, optimizer)
 
     def ended(self, error: BaseException | None) -> None:
-        """Do the remaining work when the region is closed.
+        """Finish the work of the region after its block has ended.
 
         ``error`` is the error that ended the block, or None.
         """
@@ -611,7 +613,7 @@ def is_watched() -> bool:
 
 
 def _in_block(device: str) -> AbstractContextManager[object]:
-    """Let autocast cast the ops inside a kernel, which a dispatch mode hides from it by default."""
+    """Let autocast cast the ops inside a kernel, although a dispatch mode hides these ops from autocast."""
     block = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(f"Autocast{device.upper()}"))
     excluded = torch._C._dispatch_tls_local_exclude_set() - block
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)

@@ -1,12 +1,12 @@
 """Describe a rank's part of a tensor by numbers that can be combined with those of other ranks.
 
-A tensor of a single process may be spread over several ranks. The numbers that are kept here depend linearly
-on the tensor, so they can be combined after all ranks have written their files.
+A tensor of a single process may be spread over several ranks. Each rank stores numbers that depend linearly
+on its part, so the numbers can be added up after all ranks have written their files.
 
-- If the tensor is split along a dimension, the ranks' sums over this dimension add up to the whole sum. The
-  order of the parts does not matter.
-- If each rank has a partial sum, the ranks' sketches add up to the sketch of the whole sum. (A sketch is a
-  short vector of random projections of a tensor.)
+- If the tensor is split along a dimension, the ranks' sums over this dimension add up to the sum over the
+  whole tensor. The order of the parts does not matter.
+- If each rank has a partial sum, the ranks' sketches add up to the sketch of the total. (A sketch is a short
+  vector of random projections of a tensor.)
 - If each rank has a replica, the ranks' sketches are equal.
 
 The position of a part in the whole tensor is known from a DTensor, from FSDP1, or from a program that shards
@@ -43,23 +43,25 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A description of a rank's part of a tensor, by numbers that add up over the ranks.
+    """Numbers that describe a rank's part of a tensor, and that can be added up over the ranks.
 
     Attributes:
         shape: The shape of the part. A complex tensor is described as a real tensor with one more dimension
-            of size 2. If the part belongs to a flattened tensor, this is the shape of the whole tensor.
+            of size 2. If the part belongs to a flattened tensor, ``shape`` is the shape of the whole tensor
+            before flattening.
         sums: Maps dimensions of the tensor to the sum over these dimensions, or to a sketch of this sum.
         values: All elements of the part if there are at most 16; else empty.
         whole_shape: The shape of the whole tensor, if it is known; else empty.
-        whole: A sketch that depends on the positions in the whole tensor. Empty if the positions are not
-            known.
+        whole: A sketch of the part that depends on where each element is in the whole tensor. Empty if the
+            positions are not known.
         added: The names of the mesh dimensions along which the parts are shards or partial sums.
-        divided: The number by which the sum of the parts is divided. It is above 1 only for a partial mean.
-        rounding: How far rounding has moved the part, as a relative difference from the exact values.
+        divided: The number by which the sum of the parts is divided to get the whole tensor. It is above 1
+            only for a partial mean.
+        rounding: The relative difference between the part and the same part without rounding.
         is_random: Whether the op draws random numbers.
         is_made: Whether the op reads no tensor.
         group: The ranks that take part in the collective; empty for all other ops.
-        maker: The index of the record whose op computed this gradient; -1 if it is not known.
+        maker: The index of the recorded op that computed this gradient; -1 if the op is not known.
     """
 
     shape: tuple[int, ...]
@@ -120,7 +122,7 @@ def placed(
         places: The index of each element in the flattened whole tensor, int64 of shape ``[numel]``.
         whole_shape: The shape of the whole tensor.
         added: The names of the mesh dimensions along which the parts are shards or partial sums.
-        divided: The number by which the sum of the parts is divided.
+        divided: The number by which the sum of the parts is divided to get the whole tensor.
     """
     whole = tuple(sketch_of(exact.reshape(-1), places).tolist())
     return replace(part, whole_shape=tuple(whole_shape), whole=whole, added=tuple(added), divided=divided)

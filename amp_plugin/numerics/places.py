@@ -27,7 +27,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 _AROUND_OPS = (_OURS, str(Path(_TORCH, "_dynamo")), str(Path(_TORCH, "_compile.py")))
 
 _MACHINERY, _LIBRARY, _PROGRAM = range(3)
-_MOST = 500_000  # this many sites are kept; the backward pass of older nodes has run long ago
+_MOST = 500_000  # at most this many sites are stored, because older autograd nodes are no longer needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class ForwardSites:
 
     def __init__(self) -> None:
         self._sites: dict[tuple[int, int], Site] = {}  # maps (thread, number of a node) to a site
-        # Maps a thread to the number of its last node from before the thread first used this object.
+        # For each thread, the number of the last autograd node that it made before its first recorded op.
         self._before: dict[int, int] = dict([self._latest()])
 
     def record(self, op: str, module: str) -> None:
@@ -156,7 +156,7 @@ class ForwardSites:
             return None
         number = node._sequence_nr()
         found = [self._sites[thread, number] for thread in self._before if (thread, number) in self._sites]
-        # If several threads have made a node with this number, it is not known which one is meant.
+        # If several threads have made a node with the same number, the site is ambiguous.
         return found[0] if len(found) == 1 else None
 
     @staticmethod

@@ -14,8 +14,8 @@ class ProcessMesh:
     """The ranks of a run, arranged as a mesh.
 
     Args:
-        runs: Maps each rank to its run. If the run has recorded a device mesh, its dimensions are used.
-            Without a device mesh, the ranks have the single dimension ``"ranks"``.
+        runs: Maps each rank to its run. If the runs contain a device mesh, the dimensions of that mesh are
+            used. Without a device mesh, the ranks have the single dimension ``"ranks"``.
     """
 
     def __init__(self, runs: Mapping[int, Run]) -> None:

@@ -75,7 +75,7 @@ class RankFile:
         An earlier file of this rank in the folder is removed.
 
         A process group may be created after the recording has begun, and destroyed before the recording ends.
-        Therefore this method is called more than once, and keeps the largest number of ranks.
+        This method is therefore called several times, and uses the largest number of ranks.
 
         Args:
             seat: The rank and the number of ranks. The default is the rank of this process.
@@ -102,7 +102,7 @@ class RankFile:
     def note_mesh(self, dimensions: Mapping[str, int]) -> None:
         """Remember a device mesh, given by the sizes of its dimensions.
 
-        If this is called for several meshes, the one with the most dimensions is kept.
+        If the program has several meshes, the mesh with the most dimensions is used.
         """
         if len(dimensions) > len(self._mesh):
             self._mesh = dict(dimensions)
@@ -134,7 +134,7 @@ class RecordedFiles:
 
     @classmethod
     def find(cls, path: Path) -> RecordedFiles:
-        """Find the files of a recording. If ``path`` is a file, it is the only file.
+        """Find the files of a recording. If ``path`` is a file, the recording is this single file.
 
         Raises:
             ValueError: ``path`` is a folder that does not contain a recording.

@@ -28,7 +28,7 @@ from amp_plugin.numerics.values import (
     real_values,
 )
 
-# The rounding error of a sum in fp32 whose terms cancel, divided by the product of the two largest inputs.
+# The allowed rounding error of fp32 sums, divided by the product of the norms of the two largest inputs.
 _SUMS = 64 * 2.0**-23
 
 
@@ -47,12 +47,12 @@ class RankRecorder:
 
     def __init__(self, file: RankFile, shadows: ShadowValues, tracker: Tracker) -> None:
         self.file, self._shadows, self._tracker = file, shadows, tracker
-        self._made: Storages[int] = Storages()  # the index of the record whose op wrote the storage
+        self._made: Storages[int] = Storages()  # the index of the recorded op that last wrote the storage
         # The collectives whose results no op has read yet. A result may arrive after the op has returned.
         self._exchanged: Storages[Call] = Storages()
         # The relative rounding error of each tensor that this rank passed to a collective.
-        # For gradients that DDP copies into buckets, _taken_of_weights maps the weight's name to this error.
         self._taken: Storages[float] = Storages()
+        # The relative rounding error of each gradient in a DDP bucket, by the name of the weight.
         self._taken_of_weights: dict[str, float] = {}
         self.run = Run([], {}, {}, {}, parts={}, mesh={})
 
@@ -67,7 +67,10 @@ class RankRecorder:
         self.file.write(lambda path: torch.save((FORMAT, *kept), path))
 
     def write_step(self, unmeasured: dict[str, int]) -> None:
-        """Write the records so far if there are other ranks, because their failure may end this process."""
+        """Write the records so far, because the failure of another rank may end this process.
+
+        If there is a single rank, nothing is written.
+        """
         self._taken = Storages()
         self._taken_of_weights = {}
         if self.file.has_other_ranks:
@@ -75,9 +78,9 @@ class RankRecorder:
                 self.write(unmeasured, is_whole=False)
 
     def note_mesh(self, mesh: dict[Axis, int]) -> None:
-        """Remember a device mesh, which maps each dimension to the coordinate of this rank along it.
+        """Remember a device mesh, given as a dict from each mesh dimension to this rank's coordinate.
 
-        If this is called for several meshes, the one with the most dimensions is kept.
+        If the program has several meshes, the mesh with the most dimensions is used.
         """
         if len(mesh) > len(self.run.mesh):
             self.run = self.run._replace(mesh=mesh)
@@ -101,7 +104,7 @@ class RankRecorder:
             return
         self._arrives(gradient, name)
         module, _, own_name = name.rpartition(".")
-        # If a collective made the gradient, rounding before the collective cannot be separated from it.
+        # The result of a collective counts as exact, so the rounding errors of its inputs are recorded too.
         exchanged = self._taken.get(gradient)
         taken = 0.0 if exchanged is None else max(exchanged, self._taken_of_weights.get(name, 0.0))
         site = Site(f"gradient of {own_name}", module, None, None, in_block=False)
@@ -111,7 +114,7 @@ class RankRecorder:
         self._add(site, "backward", gradient, _coarsest([gradient]), part, taken=taken)
 
     def _maker_of(self, gradient: Tensor) -> int:
-        """Return the index of the record whose op computed a gradient, or -1 if it is not known."""
+        """Return the index of the recorded op that computed a gradient, or -1 if the op is not known."""
         made = self._made.get(gradient)
         if made is None:
             return -1

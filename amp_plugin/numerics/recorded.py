@@ -28,7 +28,7 @@ class Difference:
     op: str  # the op that made the result
     module: str = ""  # the path of the module; empty outside modules
     line: str = ""  # the line of the program that calls the op; empty if unknown
-    relative: float  # the relative difference; in recorded runs, between the results without rounding
+    relative: float  # the relative difference (of the results without rounding, if the runs were recorded)
     allowed: float  # the largest difference that rounding explains
     reason: str = ""  # what else is known about the difference
     is_rounding: bool = False  # whether rounding explains it
@@ -61,8 +61,8 @@ class OpRecord:
     dtype: str  # the dtype of the result
     shape: tuple[int, ...]  # the shape of the result
     checksum: int  # a checksum of the result's bits
-    held: Fingerprint  # the fingerprint of the result without rounding
-    reads: tuple[Fingerprint, ...]  # the fingerprints of the inputs without rounding
+    held: Fingerprint  # the fingerprint of the result that a run without rounding would give
+    reads: tuple[Fingerprint, ...]  # the fingerprints of the inputs in a run without rounding
     eps: float  # the eps of the coarsest dtype among the result and the inputs
     excess: float  # the op's own error, divided by the error that rounding explains
     taken: float  # the rounding error of the inputs, if the result had to be taken as exact; else 0
@@ -104,9 +104,9 @@ class Run(NamedTuple):
     records: list[OpRecord]  # the results, in the order of the ops
     unmeasured: dict[str, int]  # maps each op that could not run in fp64 to the number of its calls
     weights: dict[str, Weight]  # maps the name of a weight to the weight before its first step
-    gradients: dict[int, str]  # maps the index of a gradient's record to the name of its weight
+    gradients: dict[int, str]  # maps the index of each recorded gradient to the name of its weight
     is_whole: bool = True  # whether the recorded region ended without an error
-    # Maps the index of a record to its part of the whole tensor. Empty in files of earlier releases.
+    # Maps the index of a recorded result to the rank's part of it. Empty in files of earlier releases.
     parts: dict[int, Part] = {}  # noqa: RUF012 - each recorder gives its own
     mesh: dict[Axis, int] = {}  # noqa: RUF012 - the rank's place on each dimension; empty without DTensors
 
@@ -137,7 +137,7 @@ class Run(NamedTuple):
     def gradient_records(self) -> dict[tuple[int, str, int], OpRecord]:
         """Map (step, name of the weight, count) to the record of a gradient.
 
-        The count is above 0 if a weight has several gradients in one step.
+        ``count`` numbers the gradients of a weight within one step, starting at 0.
         """
         counts: Counter[tuple[int, str]] = Counter()
         found = {}

@@ -67,7 +67,7 @@ _OF_DTYPES: Final = re.compile(
     rf"{_REFUSES.pattern}|\bdtypes?\b|scalar type|\b(Half|BFloat16|b?float16)\b|HalfTensor|BFloat16Type"
 )
 
-# Maps a part of a scaler's error message to the method, the time of the call, and the code of the mistake.
+# Maps part of a scaler's error message to (method, when it was called, code of the mistake).
 _ORDERS: Final = {
     "unscale_() is being called after step()": (
         "unscale_()",
@@ -109,7 +109,7 @@ def refused(tracker: Tracker, call: Call, error: BaseException) -> Refused | Non
 
 
 def _finding(tracker: Tracker, call: Call, rule: str) -> Finding:
-    """Describe an op that fails because of its inputs' dtypes but would run under an op rule."""
+    """Describe an op that fails because of the dtypes of its inputs, but runs if an op rule casts them."""
     site, node = call.site, call.node
     inputs = tuple(summarise(a.tensor, tracker.weight(a.tensor) or a.label) for a in call.arguments)
     is_in_place = bool(call.traits.written)
@@ -230,7 +230,7 @@ def _float16_gradients(error: BaseException) -> Finding | None:
 
 
 def _in_float32(params: Sequence[Tensor], frames: Sequence[FrameType]) -> tuple[Cure, ...]:
-    """Return lines that convert these parameters to float32, if program variables hold their modules."""
+    """Return code that converts parameters to float32, if the program has variables for their modules."""
     left, code = {*map(id, params)}, ""
     for frame in frames:
         for name, held in {**frame.f_globals, **frame.f_locals}.items():
@@ -246,7 +246,7 @@ def finding_in_trace(error: BaseException) -> Finding | None:
 
     Return None if the error is not about dtypes.
 
-    The traceback is used if no op was watched while the program ran. So the finding names the line and the
+    The traceback is used if no op was watched while the program ran. A traceback shows the line and the
     module, but not the op.
     """
     if (finding := _float16_gradients(error)) is not None:
@@ -282,7 +282,7 @@ def _module_of(tracker: Tracker, trace: TracebackType | None) -> str:
 
 
 def _is_same(known: BaseException, error: BaseException) -> bool:
-    """Return whether ``error`` is ``known``, or was raised from it."""
+    """Return whether ``error`` is ``known``, or has ``known`` among its causes."""
     cause: BaseException | None = error
     while cause is not None:
         if cause is known or (type(cause) is type(known) and str(cause) == str(known)):

@@ -4,7 +4,7 @@ a weight is a replica if it had the same bits on all ranks before its first step
 
 a constant weight, such as a new bias of zeros, can be equal on all ranks by chance
 
-    such a weight counts as a replica if the other weights of its module are replicas
+    a constant weight counts as a replica if the other weights of its module are replicas
 
 for each step, in order
 

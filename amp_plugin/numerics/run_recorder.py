@@ -50,12 +50,13 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         model: The model from which module names are taken. By default, names begin with the class of the
             outermost module that is called.
         steps: The number of optimizer steps to record. Later steps run without recording.
-        mesh: The device mesh of the ranks. Reports of ``compare_runs`` name its dimensions. ``mesh`` is
-            needed only if no weight is a DTensor.
-        placements: The placements on ``mesh`` of weights that the program shards itself. The dict maps the
-            name of a weight to one placement of ``torch.distributed.tensor`` for each dimension of the mesh.
-            Names are written as in a report, and ``*`` matches any text. With placements, each shard is
-            compared at its position in the whole tensor. All shards of a weight must have the same size.
+        mesh: The device mesh of the ranks. Reports of ``compare_runs`` name the dimensions of the mesh.
+            ``mesh`` is needed only if no weight is a DTensor.
+        placements: The placements of weights that the program shards itself, on the device mesh ``mesh``. The
+            dict maps the name of a weight to one placement of ``torch.distributed.tensor`` for each dimension
+            of the mesh. Names are written as in a report, and ``*`` matches any text. With placements, each
+            shard is compared at its position in the whole tensor. All shards of a weight must have the same
+            size.
 
     Raises:
         ValueError: ``steps`` is below 1, or ``placements`` does not fit ``mesh``.
@@ -144,7 +145,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
                     recorder.record_gradient(share)
 
     def _flat_shares(self) -> dict[int, list[FlatShare]]:
-        """Map the id of each parameter that FSDP1 keeps to the weights in it."""
+        """Map the id of each parameter in an FSDP1 unit to the weights that it contains."""
         flat: dict[int, list[FlatShare]] = {}
         for unit in self.tracker.flat_units():
             for recorder in self._ranks.values():

@@ -32,7 +32,7 @@ _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _SCALERS: Final = [kind for kind in GradScaler.__mro__ if {"step", "unscale_"} <= vars(kind).keys()]
 # At most this many calls per line are checked, because each check reads the loss scale from the device.
 _MOST_LOOKS: Final = 20
-# A limit above this number and above 1 % of the loss scale is assumed to have been scaled by the user.
+# If the limit is above this number and above 1 % of the loss scale, the user has probably scaled the limit.
 _LARGEST_LIMIT: Final = 10.0
 
 
@@ -76,8 +76,8 @@ class ScaledClips:
     """A region that reports each line that clips gradients before they are unscaled.
 
     The first ``scaler.step(optimizer)`` or ``scaler.unscale_(optimizer)`` shows that the scaler belongs to
-    the optimizer. Clips before this call are remembered, and checked at this call. Later clips are checked at
-    once.
+    the optimizer. Clips that happen before the first call of the scaler are checked at that call. Later clips
+    are checked at once.
     """
 
     def __init__(self, found: Callable[[Finding], None]) -> None:
@@ -225,7 +225,7 @@ def _finding(clip: _Clip, scaler: Any, optimizer: Any, numbers: tuple[float, flo
 
 
 def _names_of(wanted: Sequence[object], frame: FrameType | None) -> list[str]:
-    """Return the objects' variable names in the innermost frame of the program that holds all the objects.
+    """Return the variable names of objects in the innermost frame that has a variable for each of them.
 
     Return an empty list if no frame has variables for all these objects.
     """

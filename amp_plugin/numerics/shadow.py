@@ -22,24 +22,25 @@ from amp_plugin.precision import short_name
 
 Key = tuple[str, str, str]  # module, op, direction
 
-# The accumulated error of an op stands out if it is above _JUMP_TO and above _JUMP_BY times all earlier ones.
+# An op stands out if its accumulated error is above _JUMP_TO and above _JUMP_BY times all earlier errors.
 _JUMP_TO, _JUMP_BY = 0.05, 10.0
 
 
 @dataclass(kw_only=True, slots=True)
 class Errors:
-    """The errors of one op in one module. Each error is the largest over all calls.
+    """The errors of one op in one module. Each error is the maximum over all calls of the op.
 
     Attributes:
         calls: The number of calls that were compared.
-        own: The error that the op itself adds. This error is the mean of |result - exact| / |exact| over the
+        own: The error that the op itself adds. ``own`` is the mean of |result - exact| / |exact| over the
             elements, where ``exact`` is the result of the op in the wide dtype on the same inputs. If the op
-            only rounds its result once, this error is about a quarter of the dtype's eps. An element that
+            only rounds its result once, ``own`` is about a quarter of the dtype's eps. An element that
             underflows counts as an error of 1.
-        arriving: The accumulated error of this op and all ops before it. This error is norm(result - exact) /
-            norm(exact), where ``exact`` is the result of the op in a run without rounding.
+        arriving: The accumulated error of this op and all ops before it. ``arriving`` is norm(result - exact)
+            / norm(exact), where ``exact`` is the result of the op in a run without rounding.
         largest: The largest magnitude among the finite elements of the results.
-        narrow: The dtype of the results. If results have several dtypes, the dtype with the smallest range.
+        narrow: The dtype of the results. If the results have several dtypes, ``narrow`` is the dtype with the
+            smallest range.
         elements: The number of elements in all results.
         underflowed: The number of elements that are 0, although the exact result is not 0.
     """
@@ -83,7 +84,7 @@ class Errors:
         return math.log2(torch.finfo(self.narrow).max / self.largest) if self.largest else math.inf
 
     def cells(self) -> dict[str, str]:
-        """Map each column of the table to the text of this row."""
+        """Return the text of a row for each column of the table."""
         return {
             "in": short_name(self.narrow),
             "calls": f"{self.calls:,}",
@@ -122,7 +123,8 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
     """A region that runs each op two more times in a wide dtype such as fp64.
 
     The first additional run of an op uses the program's own inputs. The second additional run uses the
-    shadows of the inputs, which are the values that a program without rounding would have.
+    shadows of the inputs. The shadow of a tensor holds the values that the tensor would have without
+    rounding.
     """
 
     def __init__(self, model: nn.Module | None, dtype: torch.dtype) -> None:
@@ -146,7 +148,7 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
         call.keep([call.changed(change, shadows.dtype) for change in (exact, arriving)])
 
     def after(self, call: Call, output: Any) -> None:
-        """Run the op twice in the wide dtype, compare its results, and write their shadows."""
+        """Run the op twice in the wide dtype, compare the results, and update the shadows."""
         results = [made.tensor for made in call.made(output)]
         if call.traits.is_collective:
             self.exchanged(call, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
@@ -230,7 +232,7 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         return found
 
     def told_jump(self) -> list[str]:
-        """Return a sentence about the op of :meth:`jump`, and lines of code that help.
+        """Return a sentence about the op at which the accumulated error jumps, and lines of code to paste.
 
         The list is empty if no op stands out.
         """
@@ -301,8 +303,8 @@ def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.flo
     Only ops with 16-bit results are listed. The region needs memory for the wide values of every live tensor.
 
     Random ops, collectives, and ops without a kernel for the wide dtype cannot be measured. The results of
-    these ops count as exact, and ``not_compared()`` returns their number. For a DTensor, each rank measures
-    its own shard.
+    these ops count as exact, and ``not_compared()`` returns how often each op was called. For a DTensor, each
+    rank measures its own shard.
 
     Args:
         model: The model from which module names are taken. By default, names begin with the class of the

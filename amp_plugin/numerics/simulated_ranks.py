@@ -1,9 +1,9 @@
 """Support for several ranks that torch simulates in one process.
 
 In torch's ``LocalTensorMode``, a tensor of type ``LocalTensor`` holds one tensor for each rank. Each op on a
-``LocalTensor`` runs once for each rank, and a collective combines the tensors of the ranks. So the ops of one
-rank look like those of a separate process that has this rank. This module does not import the mode, because a
-program that uses the mode has imported it.
+``LocalTensor`` runs once for each rank, and a collective combines the tensors of the ranks. The ops of each
+simulated rank therefore look like the ops of a separate process. This module looks up the mode in
+``sys.modules``, because a program that uses the mode has already imported it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Summarise tensors by their ranges, infs, nans and fingerprints, and keep facts about storages."""
+"""Summarise tensors by their ranges, infs, nans and fingerprints, and map storages to values."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Fingerprint:
     # The distance between two sketches equals that between their tensors, to within about 10 %.
     sketch: Sequence[float]
     is_discrete: bool = False  # whether the tensor holds integers or booleans
-    made_by: int = -1  # the index of the record whose op made the tensor; -1 if no op of the region did
+    made_by: int = -1  # the index of the recorded op that made the tensor; -1 if no recorded op made it
 
     def difference(self, other: Fingerprint) -> float:
         """Return the relative difference from a tensor of the same shape.
@@ -182,7 +182,7 @@ class Fingerprint:
 def fingerprint(tensor: Tensor, made_by: int = -1) -> Fingerprint:
     """Return the fingerprint of a dense tensor.
 
-    Integers and booleans are hashed, so it does not matter how far apart two of them are.
+    Integers and booleans are hashed, so the distance between two integers does not matter.
     """
     is_discrete = not (tensor.is_floating_point() or tensor.is_complex())
     flat = (tensor.detach() if is_discrete else real_values(tensor)).contiguous().reshape(-1)  # type: ignore[union-attr]
@@ -301,7 +301,7 @@ class Storages(Generic[Value]):
         self._entries.pop(storage_address(tensor), None)
 
     def alive(self) -> list[Value]:
-        """Drop the entries of freed storages, and return the values of the others, oldest first."""
+        """Drop the entries of freed storages, and return the remaining values, oldest first."""
         self._entries = {
             address: entry
             for address, entry in self._entries.items()
@@ -323,7 +323,7 @@ class ShadowValues(Storages[Tensor]):
         The tensor must be dense, and its dtype must not be wider than the shadow's.
         """
         return (
-            type(tensor) in PLAIN  # tensors of other types wrap a plain tensor, or have no memory
+            type(tensor) in PLAIN  # other tensor types wrap a plain tensor or have no memory of their own
             and tensor.layout is torch.strided
             and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
             and not (tensor.is_neg() or tensor._is_zerotensor())

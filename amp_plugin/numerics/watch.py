@@ -2,11 +2,11 @@
 
 for each op, look at its results
 
-    if a result is finite, forget the origin of earlier infs and nans in its memory
+    if a result is finite, remove any origin that is recorded for its memory
 
     if an input was not finite but the result is, the op has absorbed the inf or nan
 
-    if a result is not finite, find its origin, which is one of three
+    if a result is not finite, find its origin among three possibilities
 
         the op made the inf or nan from finite inputs
 
@@ -57,8 +57,8 @@ from amp_plugin.numerics.values import (
 Verdict = Literal["made", "on purpose", "masked", "passed on"]
 
 # A number counts as a mask value if its magnitude is above this fraction of its dtype's largest number.
-# In bf16 and fp32 that is about 1e38, a magnitude that ordinary computations never reach.
-# In fp16, activations and scaled gradients do get near 65504, so the fraction is nearly 1.
+# In bf16 and fp32, mask values start at about 1e38, which ordinary computations never reach.
+# In fp16, activations and scaled gradients may come near 65504, so mask values start at 0.999 * 65504.
 _MASKING, _MASKING_IN_FP16 = 0.25, 0.999
 # An overflow is reported if this many backward passes in a row overflow.
 # After 20 overflows in a row, a scaler has halved a loss scale of 2^16 to less than 1.
@@ -68,7 +68,7 @@ _SCALED = "made", "backward", torch.float16
 _PYTHON, _SELECTION = "Python", "an op that selects elements, such as argmin"
 _TO_PYTHON = "aten::_local_scalar_dense.default"
 _READERS = ("numpy", "tolist", "__dlpack__")  # methods that read a tensor without calling the dispatcher
-# Ops that choose elements by size. An inf or nan may decide the choice without being in the result.
+# Ops that select elements by size. An inf or nan may affect the selection but not appear in the result.
 _SELECTING = frozenset(
     {"argmin", "argmax", "argsort", "sort", "topk", "min", "max", "kthvalue", "median", "nanmedian", "mode",
      "searchsorted", "bucketize", "multinomial"}
@@ -77,26 +77,29 @@ _SELECTING = frozenset(
 
 @dataclass(eq=False, slots=True)
 class Origin:
-    """The origin of an inf or nan. All tensors to which the inf or nan was passed on share this object."""
+    """The origin of an inf or nan.
+
+    If an op passes the inf or nan on, the result of the op gets the same ``Origin`` object.
+    """
 
     kind: Kind  # as in Finding
-    # The finding to report. None for a constant, and for memory that no op has read yet.
+    # The finding to report. None for constants, and for unwritten memory that no op has read yet.
     finding: Finding | None = None
-    # Where the op that made the inf or nan was called. For a backward op, where its forward op was called.
+    # The call site of the op that made the inf or nan. For a backward op, the call site of its forward op.
     site: Site | None = None
-    is_reported: bool = False  # if True, neither this origin nor anything it leads to is reported again
+    is_reported: bool = False  # whether this origin was reported; no origin is reported twice
     is_read: bool = False  # whether an op has computed with the inf or nan; copies and views do not count
     is_absorbed: bool = False  # whether an op has computed finite numbers from the inf or nan
     is_compared: bool = False  # whether an op has computed integers or booleans from the inf or nan
     became_nan: bool = False  # whether an op has computed a nan from this inf
-    read_by: str = ""  # _PYTHON or _SELECTION if the inf or nan was read outside training, else empty
+    read_by: str = ""  # _PYTHON or _SELECTION if Python or a selecting op has read the inf or nan; else empty
     source: str = ""  # the batch from which input data was loaded, or the path of a weight
     # Origins of other inputs of the same op. If one of these origins is reported, all are reported.
     others: dict[Origin, None] = field(default_factory=dict)
 
     @property
     def explains(self) -> bool:
-        """Whether this origin is a fault, which explains all infs and nans that are computed from it."""
+        """Whether this inf or nan is a fault. A constant that the program wrote is not a fault."""
         return self.kind != "constant"
 
 
@@ -110,7 +113,7 @@ class Watch:
         self, tracker: Tracker, found: Callable[[Finding], None], *, strict: bool, patience: int
     ) -> None:
         self._tracker, self._found, self._strict, self._patience = tracker, found, strict, patience
-        # Maps the number of each recent backward pass whose fp16 gradients overflowed to the origin.
+        # The origins of overflows in fp16 gradients, by the number of the backward pass.
         # A few overflows in a row are normal while the loss scale is still too large.
         self._overflowed: dict[int, Origin] = {}
         self._origins: Storages[Origin] = Storages()
@@ -298,7 +301,7 @@ class Watch:
             self._report(origin, f"{' and '.join(judged.held)} in {call}")
         elif owner and isinstance(result.tensor, nn.Parameter):
             if origin.kind == "input" and call.traits.moves:
-                origin.kind = "weight"  # the inf was loaded; it is reported when an op uses the weight
+                origin.kind = "weight"  # an inf in a loaded weight is reported when an op uses the weight
             else:
                 self._report(origin, f"the weight {owner}, written by {call}")
         elif self._strict and judged.verdict == "made":
@@ -307,7 +310,7 @@ class Watch:
             self._in_buffers[owner] = origin
 
     def _origins_of(self, tensors: Iterator[Tensor]) -> Iterator[Origin]:
-        """Yield the origins of the infs and nans in tensors, leaving out origins without a finding."""
+        """Yield the origin of each tensor's infs and nans, if the origin has a finding."""
         origins = (self._origins.get(tensor) for tensor in tensors)
         return (origin for origin in origins if origin is not None and origin.finding is not None)
 
@@ -390,8 +393,8 @@ class Watch:
     def left_over(self) -> None:
         """Report, at the end of the region, infs and nans that were not reported before.
 
-        This includes overflows in the last backward passes, and buffers that are not finite. If no backward
-        pass ran, every inf or nan that no op has absorbed is also reported.
+        Overflows in the last backward passes are reported, and so are buffers that are not finite. If no
+        backward pass ran, every inf or nan that no op has absorbed is also reported.
         """
         passes = self._tracker.backward_passes
         if passes in self._overflowed and not next(iter(self._overflowed.values())).is_absorbed:
@@ -410,9 +413,10 @@ class Watch:
                 self._report(origin, "still in a tensor at the end of the region")
 
     def read_elsewhere(self) -> Iterator[Finding]:
-        """Yield findings about infs and nans that reached no gradient or weight but were read.
+        """Yield findings about infs and nans that were used, but reached no gradient or weight.
 
-        Python has read these values as numbers, or an op such as argmin has selected elements by them.
+        An inf or nan is used if Python reads it as a number, or if an op such as argmin selects elements by
+        it.
 
         Overflows of fp16 gradients are left out, because the scaler needs them to find the loss scale.
         """
@@ -478,7 +482,7 @@ def _tensors(values: object) -> Iterator[Tensor]:
 
 
 class Judgement(NamedTuple):
-    """Where the infs or nans of one result come from, expressed as a verdict.
+    """A verdict on where the infs or nans of one result come from.
 
     The verdict ``"made"`` means that the op made the inf or nan. ``"on purpose"`` means that the program gave
     the inf or nan as a constant. ``"masked"`` means that the op computed -inf from a large negative number,
@@ -501,7 +505,7 @@ def judge(
     own: list[tuple[Held, Tensor | None]] = [] if unfinite else [(values, None)]  # none from an input
     if unfinite and traits.is_pointwise and (new := _new_elements(result.tensor, unfinite)) is not None:
         own.append((non_finite(result.tensor, new), new))
-    # If an op only copies, it made only those non-finite values that are in none of its arguments.
+    # An op that only copies has made a non-finite value only if none of its arguments contains this value.
     if unfinite and traits.moves:
         brought = {name for argument in unfinite for name in argument.held}
         own.append((tuple(name for name in values if name not in brought), None))
@@ -521,9 +525,9 @@ def judge(
 
 
 def _are_constants(held: Held, scalars: Sequence[float], *, computes: bool) -> bool:
-    """Return whether the program passed these infs or nans to the op as Python numbers.
+    """Return whether the infs or nans of a result come from Python numbers among the op's arguments.
 
-    If the op does more than copy, it may have flipped the sign of an inf.
+    An op that computes may have flipped the sign of an inf, so signs are compared only for ops that copy.
     """
     if "nan" in held:
         return any(map(math.isnan, scalars))
