@@ -1,1 +1,1 @@
-"""Runnable training programs. Each program shows a single feature of amp_plugin."""
+"""Runnable training programs. Each program in this folder shows how to use one feature of amp_plugin."""

@@ -32,7 +32,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     batch_size: int = 16
     micro_batches: int = number(4, least=1)

@@ -5,7 +5,8 @@
 A classifier of handwritten digits and a character GPT train in the configured ``precision``. The classifier
 and the GPT also train with Linear layers in fp8, fp8-rowwise, mxfp8 and nvfp4, and with all other ops under
 bf16 autocast. All runs of a model have the same initial weights and the same batches. Emulation rounds
-numbers as the formats do, so the losses are meaningful. The times of emulated runs are not.
+numbers to the values that a format can hold, so the losses show the effect of the format. The times of
+emulated runs say nothing about the speed of the format on hardware.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     precision: Precision = Precision.bf16
     steps: int = 60

@@ -52,11 +52,11 @@ class Bounds:
 
 
 def out_of_bounds(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Bounds]]:
-    """Yield the key, the value and the bounds of each number in a config that is out of bounds.
+    """Yield the key, value and bounds of each out-of-bounds number in a config.
 
     Args:
         config: A dataclass. Its sections are dataclasses too.
-        prefix: The text that is put before each key, such as the name of the section that the key is in.
+        prefix: A string to put before each key, such as the name of the config section that contains the key.
     """
     for key in (entry.name for entry in fields(config)):
         value = getattr(config, key)
@@ -68,7 +68,7 @@ def out_of_bounds(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Bou
 
 
 def bounds_of(schema: type, key: str) -> Bounds | None:
-    """Return the bounds of a config key, from the first class in the MRO that declares any for it."""
+    """Return the bounds of a config key, from the first class in the MRO that declares bounds for the key."""
     for base in schema.__mro__:
         found = base.__dict__.get("__dataclass_fields__", {}).get(key)
         if found is not None and "bounds" in found.metadata:

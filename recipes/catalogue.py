@@ -40,7 +40,7 @@ NAMES = (
     "below_16_bits",
     "inference",
 )  # fmt: skip
-FRAMEWORKS = ("_lightning", "_accelerate")  # suffixes of recipes that use a framework
+FRAMEWORKS = ("_lightning", "_accelerate")  # suffixes of the Lightning and Accelerate versions of recipes
 
 
 def plain_name(name: str) -> str:
@@ -86,7 +86,7 @@ def run(name: str, arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: The config is not valid, or this machine lacks something that the recipe needs.
     """
-    # Imported here, because listing the recipes must also work if omegaconf is not installed.
+    # This import is here, because listing the recipes must also work if omegaconf is not installed.
     from recipes.config import config_errors, config_from_command_line, make_folder  # noqa: PLC0415
 
     recipe = load(name)

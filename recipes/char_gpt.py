@@ -26,7 +26,7 @@ from recipes.shared import CharGPT, ConfigError, RecipeConfig, TrainingRecord, n
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     steps: int = 600
     batch_size: int = 4
@@ -101,7 +101,7 @@ def train(config: Config) -> TrainingRecord:
 
 
 def write(net: CharGPT, text: Tensor, region: torch.autocast, length: int = 100) -> list[int]:
-    """Return the codes of ``length`` characters that the model generates after ``text``."""
+    """Return ``length`` characters that the model generates after ``text``, as integer codes."""
     for _ in range(length):
         with region:
             logits = net(text[None, -net.context :])[0, -1].float()

@@ -3,9 +3,9 @@
     python -m recipes run clipping [precision=bf16] [key=value ...]
 
 ``scaler.clip_grad_norm_`` can be called anywhere between ``backward()`` and ``step()``. ``clip_grad_norm_``
-first unscales all gradients that are still scaled, even if the optimizer is fused. The function returns the
-norm of the unscaled gradients before clipping. torch's own ``clip_grad_norm_`` would clip gradients that are
-still multiplied by the loss scale.
+first unscales all gradients that are still scaled, even if the optimizer is fused. ``clip_grad_norm_``
+returns the norm that the unscaled gradients had before clipping. torch's own ``clip_grad_norm_`` would clip
+gradients that are still multiplied by the loss scale.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     learning_rate: float = 0.3
     max_norm: float = number(1.0, above=0)

@@ -1,11 +1,11 @@
-"""Does FSDP2 compute the same as one process? Record and compare both runs, also with a deliberate bug.
+"""Record training on one process and with FSDP2, and compare the runs, with and without a deliberate bug.
 
     python -m recipes.compare_layouts FOLDER
 
 A classifier trains for three steps on one process with the whole batch. The same classifier then trains on
-two processes with FSDP2, each with half of the batch. Finally, ``ignored_params`` excludes the last layer
-from FSDP2, which is a deliberate bug. The gradients of the excluded layer are not averaged, so the weights of
-this layer drift apart between the ranks. The loss still falls.
+two processes with FSDP2, each with half of the batch. The third run has a deliberate bug, because
+``ignored_params`` excludes the last layer from FSDP2. The gradients of the excluded layer are not averaged,
+so the weights of this layer drift apart between the ranks. The loss still falls.
 """
 
 from __future__ import annotations

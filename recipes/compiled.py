@@ -37,7 +37,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     batch_size: int = number(64, least=1, most=TRAINING_IMAGES)  # a smaller last batch is left out
     backend: str = "inductor"

@@ -38,7 +38,7 @@ FINAL_STEPS = 20  # the final loss is the mean loss of the last 20 steps
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     precision: Precision = Precision.bf16
     steps: int = number(150, least=1)

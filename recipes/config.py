@@ -69,7 +69,7 @@ def config_errors(program: str) -> Iterator[None]:
     """Turn a ConfigError into one line on standard error and exit code 2.
 
     Args:
-        program: The name of the program, with which the printed line begins.
+        program: The name of the program, which is printed before the error.
 
     Raises:
         SystemExit: A ``ConfigError`` was raised.

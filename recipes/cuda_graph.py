@@ -3,9 +3,9 @@
     python -m recipes run cuda_graph [precision=bf16] [key=value ...]
 
 No part of a training step makes the host wait for the GPU. The fused optimizer takes the loss scale and the
-overflow flag as tensors, and the loss scale is updated on the GPU. So a replayed step is skipped if its
-gradients overflow. Before the graph is captured, a few steps on a side stream create the gradients and the
-optimizer state that the graph will use.
+overflow flag as tensors, and the loss scale is updated on the GPU. When the graph is replayed, the optimizer
+step is skipped if the gradients overflow. Before the graph is captured, a few steps on a side stream create
+the gradients and the optimizer state that the graph will use.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     device: str = "cuda"
     batch_size: int = number(64, least=1, most=TRAINING_IMAGES)  # a smaller last batch is left out

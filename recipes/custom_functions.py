@@ -3,10 +3,10 @@
     python -m recipes run custom_functions [precision=bf16] [key=value ...]
 
 ``custom_fwd`` records the autocast state of the forward pass, and ``custom_bwd`` runs the backward pass in
-that state. If a Function has neither decorator, a matrix product in its ``backward`` runs in the dtypes of
+that state. Without ``custom_fwd`` and ``custom_bwd``, a matrix product in ``backward`` runs in the dtype of
 its arguments. ``cast_inputs`` casts the arguments to one dtype and turns autocast off while the Function
-runs. Without ``device_type``, both decorators use the autocast state of the arguments' device. The recipe
-shows Functions with and without ``setup_context``.
+runs. If ``device_type`` is not given, ``custom_fwd`` and ``custom_bwd`` use the autocast state of the
+arguments' device. The recipe shows Functions with and without ``setup_context``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     steps: int = 800
     learning_rate: float = 1e-2
@@ -44,7 +44,7 @@ class Config(RecipeConfig):
 class LinearReLU(torch.autograd.Function):
     """``relu(x @ weight.T)``, computed in the dtype of the autocast region.
 
-    For the backward pass, the Function saves its arguments and its output, and no other activation.
+    For the backward pass, the Function saves its arguments and its output, but no other tensors.
     """
 
     @staticmethod
@@ -65,7 +65,7 @@ class LinearReLU(torch.autograd.Function):
 
 
 class LogSumExp(torch.autograd.Function):
-    """``log(sum(exp(x)))`` in fp32. The sum would overflow in fp16, because max(x) is not subtracted."""
+    """``log(sum(exp(x)))`` in fp32. In fp16 ``exp`` could overflow, because max(x) is not subtracted."""
 
     @staticmethod
     @custom_fwd(cast_inputs=torch.float32)

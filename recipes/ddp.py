@@ -1,6 +1,7 @@
 """Train with DDP, where all ranks average their gradients and take or skip each step together.
 
     python -m recipes run ddp [precision=bf16] [key=value ...]
+
     torchrun --nproc-per-node 2 -m recipes run ddp [key=value ...]
 
 If the recipe is not started by torchrun, it starts its processes itself. DDP averages gradients that are
@@ -37,7 +38,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     processes: int = number(2, least=1)
     width: int = number(8, least=4, multiple_of=4)

@@ -1,11 +1,11 @@
-"""Find an op that overflows in fp16 with ``diagnose``, and run it in fp32 by an op rule.
+"""Find an op that overflows in fp16 with ``diagnose``, and add an op rule that runs it in fp32.
 
     python -m recipes run diagnose [precision=bf16] [key=value ...]
 
-The attention layer scales its scores after the matrix product instead of scaling the queries before it. In
-fp16 the matrix product overflows to inf, and the loss becomes nan. One training step under ``diagnose`` names
-the op that overflowed, its module and its line of code. ``finding.rule_names`` lists the ops that must run in
-fp32 to avoid the overflow.
+The attention layer scales its scores after the matrix product instead of scaling the queries before the
+product. In fp16 the matrix product overflows to inf, and the loss becomes nan. One training step under
+``diagnose`` names the op that overflowed, its module and its line of code. ``finding.rule_names`` lists the
+ops that must run in fp32 to avoid the overflow.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from recipes.shared import (
     number,
 )
 
-SIZE = 150.0  # magnitude of queries and keys; products of a query and a key are about 1e5
+SIZE = 150.0  # factor on queries and keys, so that their dot products overflow in fp16
 ROWS = 8  # rows of an image; each row is a token
 
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     steps: int = 400
     width: int = number(32, least=1)
@@ -74,7 +74,10 @@ class Classifier(nn.Module):
 
 
 def rules_for(model: nn.Module, images: Tensor, labels: Tensor, config: Config) -> tuple[OpRules, str]:
-    """Run one step under diagnose. Return rules that avoid overflow, and the op that overflows or "none"."""
+    """Run one step under diagnose, and return op rules that avoid the overflow it finds.
+
+    Also return the overflowing op and its module as a string, or "none" if no op overflows.
+    """
     rules = OpRules.default(config.device.partition(":")[0])
     with amp_plugin.diagnose(model, keep_going=True) as diagnosis, region_of(config, rules):
         cross_entropy(model(images), labels).backward()
@@ -89,7 +92,7 @@ def rules_for(model: nn.Module, images: Tensor, labels: Tensor, config: Config) 
 
 
 def region_of(config: Config, rules: OpRules) -> AbstractContextManager[object]:
-    """Return an autocast region in the config's precision, with the op rules ``rules``."""
+    """Return an autocast region with the given op rules, in the precision that the config names."""
     device, precision = config.device.partition(":")[0], config.precision
     return autocast(device, precision.dtype, enabled=precision.mixed, rules=rules)
 

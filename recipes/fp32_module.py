@@ -3,9 +3,9 @@
     python -m recipes run fp32_module [precision=bf16] [key=value ...]
 
 ``run_in(torch.float32)`` turns autocast off while the module runs, and casts its arguments to float32. The
-module's code is not edited. ``keep`` names the arguments that ``run_in`` must not cast. In this recipe the
-kept argument is a buffer that the module writes to. If the buffer were cast, the module would write to a
-copy, and the result would be lost.
+module's code is not edited. ``keep`` names the arguments that ``run_in`` must not cast. In this recipe,
+``keep`` names a buffer that the module writes to. If the buffer were cast, the module would write to a copy,
+and the result would be lost.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from recipes.shared import (
     number,
 )
 
-SIZE = 30.0  # magnitude of the elements; squared distances are about 1e5
+SIZE = 30.0  # factor on the elements, so that squared distances overflow in fp16
 
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     steps: int = 800
     learning_rate: float = 1e-2
@@ -66,7 +66,7 @@ class NearestCentres(nn.Module):
 class Classifier(nn.Module):
     """A classifier with Linear layers before and after the imported module.
 
-    The buffer ``used`` is in half precision, and the module must keep that dtype.
+    The buffer ``used`` is in bfloat16. It must not be cast, because the imported module writes to it.
     """
 
     def __init__(self, config: Config) -> None:

@@ -1,6 +1,7 @@
 """FSDP2 shards parameters and gradients, and all ranks take or skip each step together.
 
     python -m recipes run fsdp2 [precision=bf16] [key=value ...]
+
     torchrun --nproc-per-node 2 -m recipes run fsdp2 [key=value ...]
 
 If the recipe is not started by torchrun, it starts its processes itself. The parameters are DTensors and stay
@@ -37,7 +38,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     processes: int = number(2, least=1)
     max_norm: float = number(1.0, above=0)
@@ -61,7 +62,7 @@ def train_rank(config: Config) -> TrainingRecord:
         loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
         net = DigitsNet(config.width).to(config.device)
         mesh = init_device_mesh(config.device, (ranks,))
-        fully_shard(net.classifier, mesh=mesh)  # sharded separately, like one block of a large model
+        fully_shard(net.classifier, mesh=mesh)  # shard this layer separately, like one block of a large model
         model = fully_shard(net, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate)
 

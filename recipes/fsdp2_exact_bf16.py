@@ -1,13 +1,14 @@
 """Compare FSDP2 with exact bfloat16 shards, with float32 shards and with plain bfloat16 shards.
 
     python -m recipes run fsdp2_exact_bf16 [precision=fp16] [key=value ...]
+
     torchrun --nproc-per-node 2 -m recipes run fsdp2_exact_bf16 [key=value ...]
 
 A model that is sharded in bfloat16 loses small weight updates. Float32 shards keep small updates, but FSDP2
 must cast each shard before the all-gather. With ``weights="bf16"``, each float32 weight is split into a
-bfloat16 number and the other 16 bits. Only the bfloat16 part is communicated. So no update is lost, and no
-shard is cast before the all-gather. With ``state="8bit"``, the optimizer's moments are rounded and take a
-quarter of the memory.
+bfloat16 number and the other 16 bits. Only the bfloat16 part is communicated. This split loses no weight
+update, and no shard must be cast before the all-gather. With ``state="8bit"``, the optimizer's moments are
+rounded and take a quarter of the memory.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from recipes.shared import (
 
 IN_16_BITS, IN_FP32, EXACT = "16-bit shards", "float32 shards", "exact 16-bit shards"
 COMPRESSED = f"{EXACT}, 8-bit moments"
-WAYS = {  # the record shows the losses and the loss scale of the last run
+WAYS = {  # the plots of the loss and the loss scale show the last run
     Precision.bf16: (IN_16_BITS, IN_FP32, EXACT, COMPRESSED),
     Precision.fp16: (
         IN_FP32,
@@ -55,7 +56,7 @@ WAYS = {  # the record shows the losses and the loss scale of the last run
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     precision: Precision = Precision.bf16
     processes: int = number(2, least=1)
@@ -93,7 +94,7 @@ def _train(way: str, config: Config, record: TrainingRecord, *, is_last: bool) -
         net.to(config.precision.dtype)
     mesh = init_device_mesh(config.device, (ranks,))
     plan = DtypePlan(compute=config.precision.value)
-    fully_shard(net, plan, units=[net.classifier], mesh=mesh)  # sharded separately, like one block
+    fully_shard(net, plan, units=[net.classifier], mesh=mesh)  # one FSDP2 unit for the last layer
     optimizer = torch.optim.AdamW(net.parameters(), config.learning_rate)
     if way.startswith(EXACT):
         state: StateName = "8bit" if way == COMPRESSED else "fp32"

@@ -1,11 +1,11 @@
-"""Add the squared norm of the gradients with respect to the images to the loss, as a penalty.
+"""Train with a gradient penalty, the squared norm of the loss's gradients with respect to the images.
 
     python -m recipes run gradient_penalty [precision=bf16] [key=value ...]
 
-``gradient_penalty`` differentiates the scaled loss, so that small gradients do not underflow. The function
-divides the gradients by the loss scale before it squares them. The sum of loss and penalty is then scaled
-like any other loss. The recipe penalizes the gradients with respect to the images (Drucker and LeCun 1992).
-The penalty makes the classifier less sensitive to single pixels.
+``gradient_penalty`` differentiates the scaled loss, so that small gradients do not underflow. The gradients
+are divided by the loss scale before they are squared. The sum of loss and penalty is then scaled like any
+other loss. The recipe penalizes the gradients with respect to the images (Drucker and LeCun 1992). The
+penalty makes the classifier less sensitive to single pixels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PENALTY = "penalty (squared norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     weight: float = number(0.1, least=0)
     width: int = number(8, least=4, multiple_of=4)

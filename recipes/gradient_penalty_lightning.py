@@ -36,7 +36,7 @@ PENALTY = "penalty (squared norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     weight: float = number(0.1, least=0)
     width: int = number(8, least=4, multiple_of=4)

@@ -34,7 +34,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     width: int = number(8, least=4, multiple_of=4)
 

@@ -4,8 +4,8 @@
 
 Losses of different sizes need different loss scales. At a loss scale that suits the large loss, the gradients
 of the small loss underflow. The scaler converts gradients to one common loss scale before it adds them. The
-layers that both losses share get gradients from both losses. If a shared gradient overflows, the scaler
-cannot know which loss caused the overflow, so it lowers both loss scales.
+layers that both losses depend on get gradients from both. If a shared gradient overflows, the scaler cannot
+know which loss caused the overflow, so it lowers both loss scales.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Scales(Enum):
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     steps: int = 800
     learning_rate: float = 1e-2

@@ -1,7 +1,7 @@
-"""Config keys, data, models, and the record of a run with its plots, which the recipes share.
+"""Provide the config keys, data, models, training records and plots that the recipes share.
 
-This is the only other file in this folder that a recipe needs. To use a recipe elsewhere, copy the recipe and
-this file into one folder, and replace ``from recipes.shared import`` by ``from shared import``.
+This file is all that a recipe imports from this folder. To use a recipe elsewhere, copy the recipe and this
+file into one folder, and replace ``from recipes.shared import`` by ``from shared import``.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def number(default: float, **bounds: Any) -> Any:
 
     Args:
         default: An int or a float.
-        **bounds: Bounds named ``least``, ``most``, ``above``, ``below`` or ``multiple_of``, as in
-            ``recipes/bounds.py``. If a subclass changes the default value, the bounds of the base class still
-            apply.
+        **bounds: Any of ``least``, ``most``, ``above``, ``below`` and ``multiple_of``, which
+            ``recipes/bounds.py`` explains. If a subclass changes the default value, the bounds of the base
+            class still apply.
     """
     return field(default=default, metadata={"bounds": bounds})
 
@@ -178,7 +178,7 @@ def digits_loaders(
     Args:
         batch_size: The images per batch. The last batch of an epoch may be smaller.
         seed: The seed of the split and of the order of the training images.
-        shift: Move each training image by up to one pixel.
+        shift: Shift each training image at random by up to one pixel.
         drop_last: Leave out the last training batch of an epoch if it is smaller than the other batches.
     """
     digits = load_digits()
@@ -245,7 +245,7 @@ def accuracy(
 
 
 class ShiftImages:
-    """Collates a batch, and shifts each image by up to one pixel horizontally and vertically.
+    """Collates a batch, and shifts each image at random by up to one pixel horizontally and vertically.
 
     Args:
         seed: The seed of the moves.
@@ -266,7 +266,7 @@ class ShiftImages:
 
 
 class DigitsNet(nn.Module):
-    """Classifies 8x8 images with three convolutions, a global average pool, and one Linear layer.
+    """Classifies 8x8 images with three convolutions, each with GroupNorm and ReLU, and one Linear layer.
 
     Args:
         width: The channels of the first convolution. The later ones have twice as many.
@@ -307,7 +307,7 @@ class Block(nn.Module):
         self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[B, T, width]`` for ``x`` of that shape."""
+        """Return the output of the block, in the shape ``[B, T, width]`` of ``x``."""
         mixed = self.queries_keys_values(self.before_attention(x))
         q, k, v = mixed.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -422,15 +422,16 @@ class TrainingRecord:
         test_accuracy: The accuracy on the test images, in [0, 1]. None if nothing is classified.
         seconds: The wall time of training and validation, in seconds.
         loss_label: The name of the loss, with its unit.
-        log_loss: Draw the loss on a logarithmic axis.
+        log_loss: Whether the loss is drawn on a logarithmic axis.
         results: Further rows of the table, ``{name: value}``.
-        curves: Maps the name of a further plot, with its unit, to one value per step.
-        compared: Maps the name of a plot that compares runs, with its unit, to ``{name of a run: values}``.
-        half_widths: Half-widths of the bands that ``compared`` plots draw around lines, in a mapping like
-            ``compared``.
+        curves: Maps the name of an additional plot, with its unit, to the values to plot, one per step.
+        compared: Maps the name of a plot that compares runs to a dict from the name of each run to its
+            values.
+        half_widths: Half the width of the band around each line of ``compared``, for each step. The dict has
+            the same structure as ``compared``.
         pictures: Maps a file name to a grid of gray images, ``[rows, columns, height, width]`` in [0, 1].
-        histograms: Maps the file name of a histogram with a logarithmic axis to the axis label and the
-            numbers.
+        histograms: Maps the file name of each histogram to the label of its logarithmic axis and the numbers
+            to count.
     """
 
     title: str
@@ -485,7 +486,7 @@ class TrainingRecord:
     ) -> None:
         """Add the values of a run, one per step, to a plot that compares several runs.
 
-        A band can be drawn around the line of a run.
+        If ``half_widths`` is given, a band of this half-width is drawn around the line.
         """
         self.compared.setdefault(name, {})[run] = values
         if half_widths is not None:
@@ -528,7 +529,7 @@ class TrainingRecord:
         }
 
     def show(self, folder: Path) -> None:
-        """Print the table, save the files, and print where they are."""
+        """Print the table of results, call ``save``, and print the paths of the saved files."""
         self.print_table()
         for path in self.save(folder):
             print(path)
@@ -569,7 +570,7 @@ class TrainingRecord:
         for axis, draw in zip(axes[:, 0], panels, strict=True):
             draw(axis)
             axis.grid(visible=True, alpha=0.3)
-            # place the legend above the panel, where it does not hide curves
+            # place the legend above the panel, so that it hides no curve
             if axis.get_legend_handles_labels()[0]:
                 axis.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2, fontsize=9, frameon=False)
         axes[-1, 0].set_xlabel("optimizer steps")
@@ -605,7 +606,8 @@ class TrainingRecord:
         self._mark_skips(axis)
 
     def _draw_compared(self, name: str, axis: Axes) -> None:
-        widths = range(len(self.compared[name]), 0, -1)  # widest line first, so that every line stays visible
+        # Draw the widest line first, so that no line hides another.
+        widths = range(len(self.compared[name]), 0, -1)
         for (run, values), width in zip(self.compared[name].items(), widths, strict=True):
             (line,) = axis.plot(values, linewidth=width, alpha=0.8, label=run)
             if half_widths := self.half_widths.get(name, {}).get(run):
@@ -648,7 +650,7 @@ def _save_grid(images: Tensor, path: Path) -> None:
 def _save_histogram(name: str, values: list[float], path: Path) -> None:
     figure, axes = _figure(1, 1, figsize=(8, 3), dpi=100, layout="constrained")
     axis = axes[0, 0]
-    smallest = 1e-8  # a tenth of fp32's resolution near 1; smaller values are drawn at 1e-8
+    smallest = 1e-8  # smaller values are drawn at 1e-8, so that zeros appear on the logarithmic axis
     decades = [smallest * 10 ** (tenth / 5) for tenth in range(41)]
     axis.hist([max(value, smallest) for value in values], bins=decades, color="tab:purple")
     axis.set_xscale("log")
@@ -700,8 +702,8 @@ def _write(figure: Figure, path: Path) -> None:
 def on_ranks(function: Callable[[Config], Result], config: Config, processes: int) -> Result:
     """Call a function in several processes, and return the result of rank 0.
 
-    Under torchrun, no new processes are started. The function is then called once in each existing process,
-    and returns its own result there.
+    Under torchrun, no new processes are started. Each process that torchrun started then calls the function
+    once and gets its own result.
 
     Args:
         function: The function that each process calls. The function must be defined at module level, so that
@@ -711,7 +713,7 @@ def on_ranks(function: Callable[[Config], Result], config: Config, processes: in
             process. Not used under torchrun.
 
     Raises:
-        ConfigError: The number of processes is larger than the number of GPUs.
+        ConfigError: More processes are requested than there are GPUs.
     """
     if "RANK" in os.environ or processes == 1:
         return function(config)

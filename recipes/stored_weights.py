@@ -3,9 +3,9 @@
     python -m recipes run stored_weights [precision=fp16] [key=value ...]
 
 transformers loads a checkpoint in the dtype in which it was saved. If a bfloat16 model is trained under
-torch's own autocast, most of its weights never change. An update of 1e-5 is less than half the distance
-between two adjacent bfloat16 numbers, so it is rounded away. With ``store_weights`` no update is lost to
-rounding. All ways to store the weights use the same initial model, data and optimizer.
+torch's own autocast, most of its weights never change. For most weights, an update of 1e-5 is less than half
+the distance to the next bfloat16 number, so the update is rounded away. With ``store_weights`` no update is
+lost to rounding. All ways to store the weights use the same initial model, data and optimizer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from amp_plugin.weights.store import in_fp32
 from recipes.shared import ConfigError, Precision, RecipeConfig, Share, TrainingRecord, number
 
 AS_LOADED = "as loaded"
-WAYS = {  # the record shows the losses and the loss scale of the last run
+WAYS = {  # the plots of the loss and the loss scale show the last run
     Precision.bf16: (AS_LOADED, "fp32", "bf16-stochastic", "bf16"),
-    Precision.fp16: ("fp32", "fp16"),  # not AS_LOADED, because GradScaler refuses fp16 gradients
+    Precision.fp16: ("fp32", "fp16"),  # GradScaler refuses the fp16 gradients of AS_LOADED
     Precision.fp32: (AS_LOADED, "fp32"),
 }
 MOVED = "weights moved"
@@ -39,7 +39,7 @@ MOVED = "weights moved"
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     precision: Precision = Precision.bf16
     steps: int = 150

@@ -4,8 +4,8 @@
 
 A new thread starts with autocast off. ``autocast_module`` records the autocast state of the thread that calls
 it. Every thread that runs the module uses the recorded autocast state. The threads may be worker threads of a
-pool, as in this recipe, or replicas of ``nn.DataParallel``. Without ``autocast_module``, DataParallel passes
-only the enabled flag to its threads, but not the dtype or the op rules.
+pool, as in this recipe, or the threads of ``nn.DataParallel``. Without ``autocast_module``, DataParallel
+passes to its threads whether autocast is enabled, but not the dtype or the op rules.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     workers: int = number(2, least=1)
     width: int = number(8, least=4, multiple_of=4)
@@ -51,7 +51,7 @@ class InThreads(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the outputs of the module for all ``images``, in the order of the images."""
-        grad_enabled = torch.is_grad_enabled()  # new threads do not inherit the grad mode either
+        grad_enabled = torch.is_grad_enabled()  # new threads do not inherit the grad mode
 
         def run_part(part: Tensor) -> Tensor:
             with torch.set_grad_enabled(grad_enabled):

@@ -42,13 +42,13 @@ from recipes.shared import (
 
 @dataclass
 class DigitsConfig(DigitsProgramConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this program, which adds a key to those of ``DigitsProgramConfig``."""
 
     accelerator: str = "auto"
 
 
 class DigitsModule(LightningModule):
-    """A LightningModule of DigitsNet with its loss, its accuracy and a one-cycle learning rate schedule."""
+    """A LightningModule that trains DigitsNet with a one-cycle learning rate schedule."""
 
     def __init__(self, config: DigitsConfig) -> None:
         super().__init__()

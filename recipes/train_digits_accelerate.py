@@ -31,10 +31,10 @@ from recipes.shared import ConfigError, DigitsNet, DigitsProgramConfig, Training
 
 @dataclass
 class DigitsConfig(DigitsProgramConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this program, which changes two defaults of ``DigitsProgramConfig``."""
 
     name: str = "digits_accelerate"
-    precision: str | None = None  # one of Accelerate's precision names; None means that of the launch file
+    precision: str | None = None  # None means the precision that the launch file sets
 
 
 def train(config: DigitsConfig) -> TrainingRecord:

@@ -2,7 +2,7 @@
 
 ``python -m recipes.trainer_and_generator FOLDER`` samples from a small Llama with transformers' cache, writes
 ``rollouts.jsonl``, and compares the log-probabilities of the generator with those of the trainer. The recipe
-then applies the setting that the report recommends, and compares the log-probabilities again.
+then switches the cache from fp8 to bf16, as ``tune`` recommends, and compares the log-probabilities again.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A policy samples tokens one by one with a key-value cache, but is trained on all tokens at once. Sampling and
 training compute the same log-probabilities except for rounding. The difference between the log-probabilities
-of sampling and training is called the gap. fp16 has three more mantissa bits than bf16, so the gap is smaller
-in fp16. ``Gap(rollout).measure(step)`` measures the gap. The command ``amp-plugin gap`` also names the cause
-of the gap.
+of sampling and training is called the gap. The gap is smaller in fp16 than in bf16, because fp16 has three
+more mantissa bits. ``Gap(rollout).measure(step)`` measures the gap. The command ``amp-plugin gap`` also names
+the cause of the gap.
 
 ``python -m recipes.trl_rollouts FOLDER`` runs each trainer, stops and resumes it half-way, and plots the gap.
 """
@@ -61,7 +61,7 @@ def policy() -> Any:
 
 
 def data(kind: str) -> Any:
-    """Return a dataset of counting texts, of prompts with a right and a wrong answer, or of prompts only."""
+    """Return a dataset with texts for SFT, prompts with two answers for DPO, or prompts for GRPO."""
     from datasets import Dataset  # noqa: PLC0415 -- of an extra
 
     prompts = [f"w{i % WORDS} w{(i + 1) % WORDS} w{(i + 2) % WORDS}" for i in range(64)]
@@ -109,7 +109,7 @@ def trainer_of(kind: str, precision: str, folder: Path) -> Any:
 
 
 def train(kind: str, precision: str, folder: Path, *, stop: int = STEPS, resume: bool = False) -> Any:
-    """Train up to step ``stop``; if ``resume``, start from the newest checkpoint. Return the trainer."""
+    """Train until step ``stop``. If ``resume`` is True, continue from a checkpoint. Return the trainer."""
     from transformers import TrainerCallback  # noqa: PLC0415 -- of an extra
 
     class Stop(TrainerCallback):  # type: ignore[misc] # untyped

@@ -2,7 +2,7 @@
 
     python -m recipes run typical_training [precision=bf16] [key=value ...]
 
-The backward pass runs outside the autocast region, and its ops use the dtypes of their forward ops.
+The backward pass runs outside the autocast region, and each backward op uses the dtype of its forward op.
 ``scaler.step`` skips an optimizer step if a gradient contains inf or nan. After a skipped step,
 ``scaler.update`` lowers the loss scale.
 """
@@ -31,7 +31,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe to those that every recipe has."""
+    """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
     width: int = number(8, least=4, multiple_of=4)
 

@@ -39,7 +39,7 @@ DISTANCE = "from real to made (L2 norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe. ``steps`` is the number of optimizer steps of the generator."""
+    """The config of this recipe. ``steps`` is the number of optimizer steps of the generator."""
 
     steps: int = 400
     batch_size: int = 64

@@ -4,8 +4,8 @@
 
 This is the Accelerate version of ``wgan_gp.py``. AmpAccelerator computes the gradient penalty, and accepts
 ``inputs=`` in the generator's backward pass. Models prepared by the accelerator need no ``with autocast``,
-because every call runs in its own autocast region. So the gradients of the critic's three calls are added in
-fp32, and differ from those in ``wgan_gp.py`` by rounding.
+because every call runs in its own autocast region. The critic is called three times and its gradients are
+summed in fp32, so they differ from those in ``wgan_gp.py`` by rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DISTANCE = "from real to made (L2 norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """Adds the config keys of this recipe. ``steps`` is the number of optimizer steps of the generator."""
+    """The config of this recipe. ``steps`` is the number of optimizer steps of the generator."""
 
     steps: int = 400
     batch_size: int = 64

@@ -1,1 +1,1 @@
-"""Find op rules by measurement. The rules that are found save memory or casts, or avoid an overflow."""
+"""Find op rules by measurement, so that a program saves memory or casts, or avoids an overflow."""

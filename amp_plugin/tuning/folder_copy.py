@@ -36,7 +36,7 @@ class FolderCopy:
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
         self._place = tempfile.TemporaryDirectory(prefix="amp_plugin_tune_")
-        # Maps a file in the copy to its signature right after it was copied.
+        # Maps each copied file to the signature that it had right after it was copied.
         self._kept: dict[Path, Signature | None] = {}
 
     @property
@@ -45,7 +45,7 @@ class FolderCopy:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Restore the copy from the folder, and make it the working directory in a block."""
+        """Restore the copy from the folder, and use the copy as the working directory in a ``with`` block."""
         present, shell = Path.cwd(), os.environ.get("PWD")
         self._restore()
         os.chdir(self._copy)

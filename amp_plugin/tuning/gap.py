@@ -5,7 +5,7 @@
     sampling = the temperature and top-p with which the recorded log-probabilities were computed
                (log_probs.py finds them)
 
-    exact = the trainer's log-probabilities without rounding (computed by a float64 shadow of the run)
+    exact = the trainer's log-probabilities without rounding (each op also runs in float64)
 
     F = mean |trainer - exact|, if only the matrix products, except the head, run in 16 bits
 
@@ -14,7 +14,7 @@
     floor = sqrt(F^2 + min(F, G)^2), the expected distance between two independent roundings of this size
 
     repeat the next step as long as it reduces the gap:
-        emulate in the trainer the one rounding of the generator that brings it closest to the record
+        emulate the rounding that brings the trainer closest to the recorded log-probabilities
 
     run the trainer's head in fp32, and search for the smallest set of fp32 rules that reduces the gap
 
@@ -22,10 +22,10 @@
 
     if no cause counts and mean |trainer - recorded| <= 1.2 floor, rounding alone explains the gap
 
-emulated_rounding.py emulates roundings, and search.py searches for the rules.
+The file emulated_rounding.py emulates roundings, and search.py searches for fp32 rules.
 
-The gap can be smaller than the floor if the trainer and the generator round at the same places. So the search
-for causes continues below the floor, until the gap is below a twentieth of the floor.
+The gap can be smaller than ``floor`` if the trainer and the generator round at the same places. The search
+for causes therefore continues until the gap is below a twentieth of ``floor``.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from amp_plugin.tuning.suspects import Suspect, suspects_of
 from amp_plugin.tuning.trainer import Step, Trainer
 from amp_plugin.tuning.workload import used_ops
 
-_WORTH: Final = 0.9  # removing a cause must reduce the gap to less than this fraction
-_NEGLIGIBLE: Final = 0.05  # the search stops when the gap is below this fraction of the floor
-# Among suspects whose gaps are within this factor of the smallest gap, the one with the fewest places wins.
+_WORTH: Final = 0.9  # removing a cause must reduce the gap to less than this fraction of its size
+_NEGLIGIBLE: Final = 0.05  # the search stops when the gap is below this fraction of ``floor``
+# Of the roundings whose gaps are within this factor of the smallest gap, the search takes the simplest.
 _NEAR: Final = 1.05
 _MOST_CAUSES: Final = 6
-_SEARCHED: Final = 4  # roundings and rules are tried on this many batches
+_SEARCHED: Final = 4  # the search tries roundings and op rules on this many batches
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The goal of making a trainer's log-probabilities agree with a generator's.
+    """A goal for ``tune`` that makes the log-probabilities of a trainer agree with those of a generator.
 
     Pass it as ``tune(step, goal=Gap(rollout))``.
 
@@ -125,7 +125,7 @@ class Gap:
 
 
 def _trainer_of(step: Step, goal: Gap, *, model: nn.Module | None, device_type: str) -> Trainer:
-    """Wrap the user's step as a trainer that runs on the rollout."""
+    """Return a Trainer that runs the user's step on the rollout."""
     return Trainer(
         step=step,
         model=model,
@@ -149,7 +149,7 @@ def close_gap(
 
 
 def _closed(asked: Trainer, tell: Callable[[str], object]) -> GapTuning:
-    """Measure the gap, search for its causes, and measure the gap again with the changes.
+    """Measure the gap, search for its causes, and measure the gap again with the changes that close it.
 
     ``tell`` is called with a string that says what is being done.
     """
@@ -200,10 +200,10 @@ def _searched(
     least: float,
     on_try: Callable[[str], object],
 ) -> tuple[Trainer, list[Cause]]:
-    """Search for causes in one program and then in the other, on the first batches.
+    """Search for causes in the trainer and in the generator, in the order of ``sides``.
 
     Returns:
-        The trainer with all changes, on all batches, and the causes.
+        The trainer with all changes that close the gap, and the causes that were found.
     """
     closed, causes = trainer.first(_SEARCHED), []
     for search in sides:
@@ -213,7 +213,7 @@ def _searched(
 
 
 def _floor(trainer: Trainer, head: nn.Linear | None, ops: Sequence[str]) -> tuple[float, tuple[float, float]]:
-    """Return the mean gap that rounding alone explains, and the rounding errors of both programs."""
+    """Return the mean gap that rounding explains, and the rounding errors of trainer and generator."""
     exact = trainer.exact()
     least = _mean(replace(trainer, head=head, changes=_in_fp32(ops)).log_probs(), exact)
     errors = _mean(trainer.log_probs(), exact), _mean(trainer.recorded(), exact)
@@ -227,14 +227,14 @@ def _follows_rules(trainer: Trainer) -> bool:
 
 
 def _price(trainer: Trainer, after: Trainer) -> tuple[float, float]:
-    """Return the seconds that a forward and backward pass takes before and after the changes."""
+    """Return the seconds that a forward and backward pass takes without and with the trainer's changes."""
     is_changed = bool(after.changes) or after.head is not None
     before, then = (part.first(_SEARCHED).seconds for part in (trainer, after))
     return timed_in_turns(before, then if is_changed else None)
 
 
 def _causes_of_record(asked: Trainer, sampling: Sampling) -> Iterator[Cause]:
-    """Yield the recorded temperature or top-p as a cause if it differs from the trainer's."""
+    """Yield a cause of the gap if the generator's temperature or top-p differs from the trainer's."""
     for name, words in (("temperature", "temperature"), ("top_p", "top-p")):
         theirs, ours = getattr(sampling, name), getattr(asked.sampling, name)
         if theirs is ours:
@@ -285,10 +285,10 @@ def _search_trainer(
     head: nn.Linear | None,
     ops: Sequence[str],
 ) -> tuple[Trainer, list[Cause]]:
-    """Run the head in fp32 if that reduces the gap, and search for the smallest set of fp32 rules.
+    """Run the head in fp32 if this reduces the gap, and search for the smallest set of fp32 rules.
 
     Returns:
-        The trainer with the head and the rules changed in this way, and the causes that were found.
+        The trainer with the changed head and op rules, and the causes that were found.
     """
     causes: list[Cause] = []
     left = trainer.distances()
@@ -318,7 +318,7 @@ def _search_trainer(
 def _is_nearer(distances: Tensor, than: Tensor) -> bool:
     """Return True if the gap fell by at least a tenth, and by more than chance explains.
 
-    Chance does not explain a mean difference of at least four times its standard error.
+    Chance is ruled out if the mean difference is at least four times its standard error.
     """
     gain = than - distances
     if not bool(gain.isfinite().all()) or float(distances.mean()) > _WORTH * float(than.mean()):

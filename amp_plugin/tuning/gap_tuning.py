@@ -27,11 +27,11 @@ class Cause:
 
     Attributes:
         name: A description of the cause in words.
-        side: The program whose rounding is the cause, ``"generator"`` or ``"trainer"``. If the temperature or
-            top-p differs, ``side`` is ``"record"``.
+        side: The program whose rounding is the cause, ``"generator"`` or ``"trainer"``. If the cause is a
+            different temperature or top-p, ``side`` is ``"record"``.
         gap: The mean gap that remains if only this cause is removed.
-        setting: The name and the value of the generator's setting that removes the cause. The name and value
-            are empty if the cause lies in the trainer.
+        setting: The generator's setting that removes the cause, as a pair of its name and its value. Both
+            strings are empty if the cause lies in the trainer.
     """
 
     name: str
@@ -47,9 +47,9 @@ class GapTuning:
     Attributes:
         gap: The gap of the program without changes.
         floor: The mean gap that rounding alone explains.
-        trainer_error: The mean distance of the trainer's log-probabilities from log-probabilities without
+        trainer_error: The mean absolute difference between the trainer's log-probabilities and those without
             rounding.
-        generator_error: The mean distance of the recorded log-probabilities from log-probabilities without
+        generator_error: The mean absolute difference between the recorded log-probabilities and those without
             rounding.
         sampling: The temperature and top-p with which the recorded log-probabilities were computed.
         causes: The causes, the largest first.
@@ -59,8 +59,8 @@ class GapTuning:
         fp32_modules: The modules of the trainer that must run in fp32 to close the gap. Only the head can be
             among them.
         after: The gap if the trainer uses ``rules`` and ``fp32_modules``.
-        seconds: The time of a forward and backward pass of one batch in seconds, without the changes and with
-            them.
+        seconds: The seconds that a forward and backward pass of one batch takes, without and with the
+            changes.
         tried: The number of trials, each with a different rounding or set of rules.
         is_followed: False if op rules have no effect on the step, for example because it uses no autocast
             block.
@@ -90,13 +90,13 @@ class GapTuning:
     def is_rounding(self) -> bool:
         """Whether rounding alone explains the gap.
 
-        Rounding explains the gap if no cause was found and the gap is at most 1.2 times the floor.
+        Rounding explains the gap if no cause was found and the gap is at most 1.2 times ``floor``.
         """
         return not self.causes and self.gap.mean <= CLOSE * self.floor
 
     @property
     def is_closed(self) -> bool:
-        """Whether removing the causes brings the gap down to at most 1.2 times the floor."""
+        """Whether removing the causes reduces the gap to at most 1.2 times ``floor``."""
         return self.explained <= CLOSE * self.floor
 
     @property
@@ -168,7 +168,7 @@ class GapTuning:
 
 
 def told(setting: Setting) -> float | str:
-    """Return a temperature or top-p as one number, or as a string if the sequences have different ones."""
+    """Return a temperature or top-p as one number, or as a string if it differs between sequences."""
     if not isinstance(setting, Tensor):
         return setting
     values = sorted(set(setting.tolist()))

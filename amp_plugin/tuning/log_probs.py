@@ -2,7 +2,7 @@
 
 A generator may record the log-probability of a token before or after it divides the logits by the
 temperature. A generator may also record the log-probability before or after it drops the tokens outside
-top-p. The recorded log-probabilities show what the generator did.
+top-p. The search below finds out from the recorded log-probabilities what the generator did.
 
 ::
 
@@ -30,8 +30,8 @@ from torch import Tensor
 
 from amp_plugin.hardware import widest_float
 
-_BETTER: Final = 0.8  # a new temperature or top-p must reduce the gap to less than this fraction
-_TEMPERATURES: Final = (0.05, 5.0)  # the range in which the temperature is searched for
+_BETTER: Final = 0.8  # a new temperature or top-p must reduce the gap below this fraction of its size
+_TEMPERATURES: Final = (0.05, 5.0)  # the range in which the search looks for the temperature
 _TOP_PS: Final = (0.05, 0.999)
 _POINTS: Final = 48  # the number of points in the first grid
 
@@ -97,7 +97,8 @@ class Sampling:
         Args:
             logits: The logits, of shape (tokens, vocabulary) and any floating-point dtype.
             targets: The token ids, int64 of shape (tokens,).
-            tokens: The positions of these tokens in the settings, if a setting has one number per token.
+            tokens: The positions of the logits' tokens in ``temperature`` and ``top_p``, if these are
+                tensors.
 
         Returns:
             The log-probabilities, float64 of shape (tokens,) on the CPU.
@@ -133,7 +134,7 @@ def fitted(logits: Tensor, targets: Tensor, recorded: Tensor, *, stated: Samplin
             logits than sampled tokens.
         targets: The ids of all sampled tokens, int64.
         recorded: The recorded log-probabilities of ``targets``, float64, with the shape of ``targets``.
-        stated: The temperature and top-p from the file, for each token.
+        stated: The temperature and top-p that the rollout file states, for each token.
         own: The temperature and top-p of the trainer.
     """
     known = slice(len(logits))

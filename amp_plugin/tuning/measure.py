@@ -37,11 +37,11 @@ class Measurement:
     Attributes:
         saved_bytes: The bytes that the forward pass saves for the backward pass, without the model's weights.
         cast_bytes: The bytes that casts read and write.
-        errors: The relative gradient error of each batch. This error is the norm of the difference from the
-            reference gradients, divided by their norm. The gradients of all parameters are treated as one
-            vector.
+        errors: The relative gradient error of each batch. The relative error is the norm of the difference
+            from the reference gradients, divided by the norm of the reference gradients. The gradients of all
+            parameters are treated as one vector.
         mean_errors: The mean of the relative gradient errors of the single parameters, for each batch. The
-            error of a single parameter is capped at 1.
+            relative error of a single parameter counts as at most 1.
     """
 
     saved_bytes: float
@@ -77,10 +77,10 @@ class Measurement:
         return costs.get(goal, self.error)
 
     def growth(self, goal: SearchGoal, default: Measurement) -> float:
-        """Return the factor by which the price of the rules grows, compared with the default rules.
+        """Return the factor by which the gradient error is larger than with the default rules.
 
-        The price is the gradient error or, if the goal is accuracy or a gap, the number of bytes. Of the two
-        errors, or of the two byte counts, the one that grows more is used.
+        If the goal is accuracy or a gap, return the factor for the saved and cast bytes instead. The larger
+        factor counts, either of ``error`` and ``mean_error`` or of ``saved_bytes`` and ``cast_bytes``.
         """
         is_exactness = goal in {"accuracy", "gap"}
         names = ("cast_bytes", "saved_bytes") if is_exactness else ("error", "mean_error")
@@ -90,7 +90,7 @@ class Measurement:
         )
 
     def stays_within(self, budget: float, goal: SearchGoal, default: Measurement) -> bool:
-        """Return whether the price is within the budget and no additional batches overflow."""
+        """Return whether ``growth`` stays within the budget and no additional batches overflow."""
         return self.failed <= default.failed and self.growth(goal, default) <= 1 + budget
 
 
@@ -112,14 +112,14 @@ def rules_without_16_bits(device_type: str) -> OpRules:
 
 
 def gradient_errors(gradients: Gradients, reference: Gradients, *, batch: int) -> tuple[float, float]:
-    """Compare the gradients of a batch with the gradients of a run without 16 bits.
+    """Compare the gradients of a batch with the gradients of a run in which no op uses 16 bits.
 
     If the gradients are multiplied by a constant power of two, such as a loss scale, this factor is divided
     out. ``batch`` is the number of the batch, for error messages.
 
     Returns:
-        The error of the whole gradient, and the mean error of the parameters. If a gradient is not finite,
-        both errors are inf.
+        The relative error of all gradients as one vector, and the mean relative error of the parameters. If a
+        gradient is not finite, both errors are inf.
     """
     if reference.keys() != gradients.keys():
         odd = sorted(reference.keys() ^ gradients.keys())
@@ -165,7 +165,7 @@ def saved_bytes() -> Iterator[list[int]]:
     seen: Storages[bool] = Storages()
 
     def pack(tensor: Tensor) -> Tensor:
-        # Activation checkpointing repeats forward ops in the backward pass. Tensors saved there do not count.
+        # Tensors that activation checkpointing saves in the backward pass do not count.
         in_backward = torch._C._current_graph_task_id() != -1
         base = tensor._base if tensor._base is not None else tensor
         if in_backward or isinstance(base, nn.Parameter) or not storage_address(tensor):
@@ -216,7 +216,7 @@ class Trials:
         return Measurement(saved_bytes=sum(saved) / count, cast_bytes=cast, errors=whole, mean_errors=means)
 
     def told_jump(self, rules: OpRules) -> list[str]:
-        """Return a sentence about the op at which the accumulated error jumps, and lines of code that help.
+        """Return a sentence about the op at which the accumulated error jumps, and code that avoids the jump.
 
         Only the first batch is measured.
         """
@@ -239,8 +239,8 @@ def timed_in_turns(
 
     Args:
         before: A function that measures the time of a batch without the change.
-        after: A function that measures the time of a batch with the change. None if there is no change.
-            In this case, a single measurement is made and returned twice.
+        after: A function that measures the time of a batch with the change. If None, there is no change, and
+            a single measurement is returned twice.
     """
     if after is None:
         return (once := before()), once

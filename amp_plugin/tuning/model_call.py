@@ -26,8 +26,8 @@ def logits_of(output: Any, tokens: Tensor, *, are_all: bool = True) -> Tensor | 
     Args:
         output: The output of a model.
         tokens: The token ids that the model was given, of shape (sequences, longest).
-        are_all: True if logits are needed for each token, False if those for some tokens of each sequence are
-            enough.
+        are_all: True if the output must have logits for every token. If False, logits for some tokens of each
+            sequence are enough.
     """
     found = output
     if not isinstance(output, Tensor):
@@ -69,9 +69,8 @@ def _step_of(
 
     ``autocast`` says whether autocast was enabled at the call, and with which dtype.
 
-    Other tensors among the arguments, such as masks and labels, belong to the old token ids. So tensor
-    arguments other than the token ids are left out. An argument that limits how many logits are computed is
-    left out, too.
+    Other tensor arguments, such as masks and labels, are replaced by None, because they belong to the old
+    token ids. An argument that limits the number of computed logits is left out.
     """
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     device = given[place_of_tokens].device

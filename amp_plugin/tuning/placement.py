@@ -7,8 +7,8 @@ independent, so the squares of their errors add up::
 
     cost(placement) = sum over layers of FLOPs(layer) / speed(format of layer)
 
-The layers are added one after another. A placement of the first layers is kept only if no other placement has
-both a smaller error and a smaller cost. The placements that are kept are called the Pareto front::
+The layers are added one after another. After each layer, a placement is dropped if another placement has both
+a smaller error and a smaller cost. The remaining placements are called the Pareto front::
 
     front = [the empty placement]
 
@@ -21,8 +21,8 @@ both a smaller error and a smaller cost. The placements that are kept are called
     return the last placement in the front, which is the cheapest
 
 This finds the cheapest placement. If the front has more than 1024 placements, the range of errors is divided
-into 1023 intervals, and only the cheapest placement in each interval is kept. If a front is thinned in this
-way, the result can be slightly more expensive than the cheapest placement.
+into 1023 intervals, and only the cheapest placement in each interval is kept. With this limit, the result can
+be slightly more expensive than the cheapest placement.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SPEED: Final = {"bf16": 1.0, "fp8": 2.0, "fp8-rowwise": 2.0, "mxfp8": 2.0, "nvfp
 The numbers are the peak rates of tensor cores since Hopper.
 """
 
-_MOST: Final = 1024  # a front has at most this many placements
+_MOST: Final = 1024  # the Pareto front has at most this many placements
 
 Numbers = Mapping[str, Mapping[str, float]]
 """The cost or the error of each layer in each format, as ``numbers[layer][format]``."""
@@ -61,7 +61,7 @@ def place(costs: Numbers, errors: Numbers, budget: float) -> dict[str, str]:
     exact = {layer: min(of, key=of.__getitem__) for layer, of in errors.items()}
     if error_of(exact, errors) > budget:
         return exact
-    # The factor allows for rounding, because error_of may add the squares in a different order.
+    # The factor 1 + 1e-12 allows for rounding, because error_of may add the squares in another order.
     limit = budget**2 * (1 + 1e-12)
     front: list[_Placed] = [(0.0, 0.0, ())]
     for layer, of in errors.items():
@@ -91,7 +91,7 @@ def _undominated(placed: list[_Placed]) -> list[_Placed]:
 def _thinned(front: list[_Placed], limit: float) -> list[_Placed]:
     """Return at most 1024 placements.
 
-    The first placement and the cheapest placement in each interval of errors are kept.
+    Keep the placement with the smallest error, and the cheapest placement in each interval of errors.
     """
     if len(front) <= _MOST:
         return front

@@ -2,9 +2,9 @@
 
 1. One run in float32 measures how much the rounding of each format changes the output and the gradients of
    each layer.
-2. For each layer and format, one run emulates that layer alone in that format. The run measures how much the
+2. For each layer and format, one run emulates only that layer in that format. The run measures how much the
    gradients of all parameters change.
-3. From these errors, :mod:`amp_plugin.tuning.placement` chooses a format for each layer.
+3. :mod:`amp_plugin.tuning.placement` chooses a format for each layer based on the measured errors.
 4. Runs with all layers in their chosen formats verify the choice.
 """
 
@@ -41,7 +41,7 @@ from amp_plugin.tuning.measure import Trials, rules_without_16_bits
 from amp_plugin.tuning.placement import SPEED, cost_of, place
 from amp_plugin.tuning.workload import StepFunction, Workload
 
-_ROUNDS: Final = 4  # at most this many placements are run to find one within the budget
+_ROUNDS: Final = 4  # at most this many choices of formats are run to find one within the budget
 _FRAMEWORKS: Final = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "torch")
 
 
@@ -50,8 +50,8 @@ class FormatLoss:
     """The errors of one layer in one format.
 
     Attributes:
-        output: The relative error of the output, which is the norm of the difference from float32 divided by
-            the norm in float32.
+        output: The relative error of the output, which is the norm of the difference from the float32 output,
+            divided by the norm of the float32 output.
         gradient: The relative error of the gradient of the input or of the weight, whichever is larger.
         underflow: The fraction of the input's elements that become 0.
         whole: The relative error of the gradients of all parameters if only this layer runs in the format.
@@ -70,10 +70,10 @@ class Layer:
     Attributes:
         name: The name of the layer in ``model.named_modules()``.
         sides: ``out_features`` and ``in_features``.
-        rows: The number of rows of the layer's inputs, summed over all calls of the layer in a batch.
+        rows: The number of rows of the layer's inputs, added up over all calls of the layer in a batch.
         largest: The largest magnitude in the inputs of the layer.
-        losses: Maps each format to the layer's errors in this format. Formats that cannot handle the layer's
-            sizes are left out.
+        losses: Maps each format to the layer's errors in this format. A format is missing if its kernels
+            cannot handle the layer's sizes.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """The measurements of a rehearsal, and the format that was chosen for each layer.
+    """The result of ``rehearse``, with the measured errors and the format chosen for each layer.
 
     Attributes:
         layers: The Linear layers, in the order in which they first ran.
@@ -175,7 +175,7 @@ class Rehearsal:
         return "\n".join(lines) + "\n"
 
     def to_torchao(self) -> str:
-        """Return the text of a Python file with filters for torchao's ``quantize_``."""
+        """Return the source of a Python file with filters for torchao's ``quantize_``."""
         rows = "".join(f"    {name!r}: {chosen!r},\n" for name, chosen in self.placement.items())
         comments = "\n".join(self._evidence())
         return _TORCHAO.format(comments=comments, rows=rows)
@@ -250,7 +250,7 @@ layers_in_bf16:
 def _linears_followed(
     model: nn.Module | None, compute: Callable[[str, nn.Linear, Tensor], Tensor]
 ) -> Iterator[None]:
-    """In a block, call ``compute`` instead of the forward method of each Linear layer.
+    """Inside a ``with`` block, call ``compute`` instead of the forward method of each Linear layer.
 
     ``compute`` is called with the layer's name, the layer and its input.
 
@@ -375,10 +375,11 @@ def rehearse(
         step: A function that runs the forward and backward pass on a batch. It must not step an optimizer.
         model: The model whose gradients are compared. Its weights are not changed.
         batches: The arguments of ``step``, one for each batch.
-        formats: The formats to try: ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"``, ``"nvfp4"``.
-        budget: The relative gradient error that is allowed, such as 0.01 for 1 %. This error is the norm of
-            the difference from the gradients in float32, divided by their norm. The gradients of all
-            parameters are treated as one vector.
+        formats: The formats to try, any of ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` and
+            ``"nvfp4"``.
+        budget: The relative gradient error that is allowed, such as 0.01 for 1 %. The relative gradient error
+            is the norm of the difference from the float32 gradients, divided by the norm of the float32
+            gradients. The gradients of all parameters are treated as one vector.
         device_type: The device type on which the model runs. The default is the device type of the model's
             parameters.
         progress: True shows what is running.
@@ -447,10 +448,10 @@ def rehearsed(
 def _verified(
     layers: Sequence[Layer], error: Callable[[Mapping[str, str]], float], budget: float
 ) -> tuple[dict[str, str], float, float]:
-    """Run several placements, and return the cheapest one whose measured error is within the budget.
+    """Run the program with several choices of formats, and return the cheapest one within the budget.
 
     Returns:
-        The placement, its gradient error, and the gradient error with all layers in bf16.
+        The format of each layer, the gradient error with these formats, and the gradient error in bf16.
     """
     costs = _costs(layers)
     errors = {layer.name: {name: loss.whole for name, loss in layer.losses.items()} for layer in layers}

@@ -270,7 +270,7 @@ def _sample_of(line: str) -> Sample:
     return Sample(**found)
 
 
-# Names that well-known engines use instead of our keys.
+# Maps names that inference engines use to the keys of a rollout file.
 _ALIASES: Final = {
     "prompt_token_ids": "prompt_ids",
     "input_ids": "prompt_ids",

@@ -1,4 +1,4 @@
-"""Search for the op rules that save most. Rules are tried one by one, and added if they save more.
+"""Search for the op rules that save most. Each rule that lowers the cost further is added.
 
 measure the default rules
 
@@ -8,9 +8,9 @@ on half of the batches, go through the rules that save something, from the large
 
     add the rule to the chosen rules if they then stay within the budget and cost less
 
-repeat this until no more rules are added, at most three times
+go through the rules up to three times, until no more rules are added
 
-drop each chosen rule whose removal does not raise the cost
+drop each chosen rule that does not lower the cost
 
 while the chosen rules exceed the budget on all batches, drop the rule that was added last
 """
@@ -29,7 +29,8 @@ import torch
 from amp_plugin.casting.rules import OpRule, OpRules, torch_release
 from amp_plugin.tuning.measure import Measurement, SearchGoal
 
-# The fraction of the default's cost that a rule must save. It is larger for gaps, which vary by chance.
+# A rule must save at least this fraction of the cost of the default rules.
+# The fraction is larger for the gap, because measured gaps vary by chance.
 _LEAST_GAIN: Final[dict[SearchGoal, float]] = {
     "memory": 0.002,
     "casts": 0.002,
@@ -60,7 +61,7 @@ Changes = tuple[Change, ...]
 
 
 def with_changes(rules: OpRules, changes: Iterable[Change]) -> OpRules:
-    """Return ``rules`` with some of them changed."""
+    """Return a copy of ``rules`` in which some op rules are changed."""
     for change in changes:
         rules = rules.with_rule(change.op, change.rule)
     return rules
@@ -84,20 +85,20 @@ class Tried:
     """A set of changes and its measurement."""
 
     changes: Changes
-    measurement: Measurement | None  # None if the program raises an error with these changes
+    measurement: Measurement | None  # None if the program fails with these changes
 
 
 class Search:
     """A greedy search over the rules of the ops that a program uses.
 
     Args:
-        measure: A function that measures changes on the first batches. The function is called with the
-            changes and the number of batches.
+        measure: A function that measures changes on the first batches. ``measure`` is called with the changes
+            and the number of batches.
         batches: The number of batches.
         default: The op rules from which the search starts.
         goal: What the search reduces.
-        budget: The fraction by which the price may grow, such as 0.05. The price is the gradient error or,
-            for the goal "accuracy", the number of saved or cast bytes.
+        budget: The fraction by which the gradient error may grow, such as 0.05. For the goal "accuracy", the
+            fraction by which the saved and cast bytes may grow.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Search:
         return tuple(self._known.values())
 
     def measure(self, changes: Changes, *, batches: int | None = None) -> Measurement | None:
-        """Return the measurement of a set of changes, or None if the program raises an error with them.
+        """Return the measurement of a set of changes, or None if the program fails with these changes.
 
         Each set of changes is measured only once.
         """
@@ -146,7 +147,7 @@ class Search:
         """
         half = (self._batches + 1) // 2  # the other half of the batches is only used for the final check
         chosen = self._grown(self._ranked(change for op in ops for change in self._changes_of(op)), half)
-        for change in reversed(chosen):  # drop each change whose removal does not raise the cost
+        for change in reversed(chosen):  # drop each change that does not lower the cost
             fewer = tuple(other for other in chosen if other != change)
             if fewer and not self._is_better(chosen, fewer, half):
                 chosen = fewer
@@ -185,7 +186,7 @@ class Search:
         return chosen
 
     def _is_better(self, changes: Changes, than: Changes, batches: int) -> bool:
-        """Return whether changes stay within the budget and save enough compared with other changes."""
+        """Return whether ``changes`` stay within the budget and cost sufficiently less than ``than``."""
         default, now = self.default(batches=batches), self.measure(changes, batches=batches)
         known = self.measure(than, batches=batches)
         if now is None or known is None or not now.stays_within(self._budget, self._goal, default):
@@ -193,12 +194,12 @@ class Search:
         return self._saves(now, known, default)
 
     def _saves(self, measured: Measurement, than: Measurement, default: Measurement) -> bool:
-        """Return whether one measured configuration costs enough less than another to justify a rule."""
+        """Return whether one measured set of rules costs sufficiently less than another to justify a rule."""
         goal = self._goal
         return measured.cost(goal) < than.cost(goal) - _LEAST_GAIN[goal] * default.cost(goal)
 
     def nearest(self) -> str:
-        """Describe the set of changes that saves something but exceeds the budget by the smallest amount.
+        """Describe the set of rules that would save memory or casts but exceeds the budget by the least.
 
         Return ``""`` if there is none.
         """
@@ -219,7 +220,7 @@ class Search:
         return min([miss for miss in found if miss[0] > self._budget], default=(0.0, ""))[1]
 
     def cured(self, ops: Iterable[str]) -> Changes:
-        """Return a minimal set of fp32 rules with which no batch fails."""
+        """Return a minimal set of fp32 rules with which the gradients of all batches are finite."""
         changes = tuple(Change(op=op, rule=OpRule.FP32) for op in ops)
         if not self._is_cured(changes):
             msg = (

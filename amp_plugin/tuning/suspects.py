@@ -19,10 +19,11 @@ class Suspect:
 
     Attributes:
         name: A description of the rounding in words.
-        setting: The name and the value of the generator's setting that removes the rounding. The name and
-            value are empty if no setting removes the rounding.
+        setting: The generator's setting that removes the rounding, as a pair of its name and its value. Both
+            strings are empty if no setting removes the rounding.
         places: The ops whose results or operands are rounded.
-        attention: The name of a rounding inside attention, from ``ATTENTION``; empty if there is none.
+        attention: The rounding inside attention, as a key of ``ATTENTION``. Empty if the rounding is
+            elsewhere.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Suspect:
     def is_cause(self) -> bool:
         """Whether a generator setting removes the rounding.
 
-        No setting removes the differences between fused attention kernels, so these do not count as causes.
+        Differences between fused attention kernels do not count as causes, because no setting removes them.
         """
         return bool(self.setting[0])
 
@@ -61,10 +62,9 @@ def suspects_of(
     """Return the roundings that a generator may perform at places where the trainer does not round.
 
     Args:
-        found: Maps each place where the trainer computes a result wider than ``dtype`` to the shape of that
-            result, in the order of first execution.
-        head: The place in ``found`` that computes the logits. None if the logits are not wider than
-            ``dtype``.
+        found: The ops of the trainer whose results are wider than ``dtype``, in the order of execution. The
+            dict maps each op to the shape of its result.
+        head: The op in ``found`` that computes the logits. None if the logits are not wider than ``dtype``.
         dtype: The dtype to which the generator may round.
     """
     short = str(dtype).removeprefix("torch.")
@@ -90,7 +90,7 @@ def suspects_of(
 
 
 def _groups(found: Mapping[OpPlace, tuple[int, ...]], short: str) -> Iterator[Suspect]:
-    """Yield suspects that cover several ops, such as all calls of an op in a function."""
+    """Yield suspected roundings that cover several ops, such as all calls of an op in a function."""
     scopes: dict[str, list[OpPlace]] = {}
     ops: dict[str, list[OpPlace]] = {}
     for place in found:
@@ -111,7 +111,7 @@ def _groups(found: Mapping[OpPlace, tuple[int, ...]], short: str) -> Iterator[Su
 
 
 def emulated(suspects: Sequence[Suspect], dtype: torch.dtype) -> Iterator[AbstractContextManager[object]]:
-    """Yield context managers that emulate the suspects in the trainer by rounding to ``dtype``."""
+    """Yield context managers that emulate the suspected roundings to ``dtype`` in the trainer."""
     places = {place for suspect in suspects for place in suspect.places}
     attention = {suspect.attention for suspect in suspects if suspect.attention}
     if places:

@@ -39,7 +39,7 @@ vocabulary)."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trainer:
-    """A trainer's step on a rollout, optionally with changed rules or emulated roundings.
+    """A trainer's step on a rollout, optionally with changed op rules or emulated roundings.
 
     Each run starts from the same state.
 
@@ -49,7 +49,7 @@ class Trainer:
         batches: The sequences of the rollout in batches.
         default: The op rules to which ``changes`` are applied.
         sampling: The temperature and top-p with which log-probabilities are computed from logits. If a
-            setting has one number per token, it covers the tokens of all batches.
+            setting is a tensor, it has one number for each sampled token of all batches.
         changes: Changes to the op rules.
         head: The Linear layer that runs in fp32, or None.
         emulated: The roundings of the generator that are emulated.
@@ -80,7 +80,7 @@ class Trainer:
         return torch.cat([batch.recorded for batch in self.batches])
 
     def log_probs(self) -> Tensor:
-        """Return the trainer's log-probabilities, in float64, computed with the changed settings."""
+        """Return the log-probabilities, in float64, with the changed op rules and the emulated roundings."""
         with self._changed():
             return self.scores()
 
@@ -92,11 +92,11 @@ class Trainer:
             return self.scores(shadow.without_rounding)
 
     def scores(self, values: Callable[[Tensor], Tensor] = torch.Tensor.detach) -> Tensor:
-        """Run the step without any changes, and return its log-probabilities.
+        """Run the step as it is, and return the log-probabilities of the sampled tokens.
 
         Args:
-            values: A function that takes a tensor of logits and returns the values to use for it. By default,
-                the tensor's own values are used.
+            values: A function that is applied to each tensor of logits before log-probabilities are computed.
+                By default, the logits are only detached.
         """
         found: list[Tensor] = []
 
@@ -114,7 +114,7 @@ class Trainer:
         return GapNumbers.of(self.log_probs(), self.recorded())
 
     def distances(self) -> Tensor:
-        """Return |trainer - recorded| for each token, or inf if the step fails with these changes."""
+        """Return |trainer - recorded| for each token, or inf if the step fails with the trainer's changes."""
         recorded = self.recorded()
         try:
             return (self.log_probs() - recorded).abs().nan_to_num(math.inf)
@@ -122,9 +122,9 @@ class Trainer:
             return torch.full_like(recorded, math.inf)
 
     def measure(self, least: float) -> Measurement:
-        """Return the gap and the number of cast bytes as a ``Measurement``, for a search over rules.
+        """Return the gap and the number of cast bytes as a ``Measurement``, for a search over op rules.
 
-        A gap below ``least`` counts as ``least``, so that no rule is added to reduce it further.
+        A gap below ``least`` counts as ``least``, so that the search adds no rule to reduce the gap further.
         """
         with log_casts() as log:
             gap = self.gap()
@@ -159,7 +159,7 @@ class Trainer:
         )
 
     def places(self) -> EmulatedRounding:
-        """Find the places at which the first batch has results wider than ``dtype``."""
+        """Find the ops whose results are wider than ``dtype`` in the first batch."""
         region = EmulatedRounding(self.dtype)
         with region:
             self.first(1).log_probs()
@@ -167,7 +167,7 @@ class Trainer:
 
     @contextmanager
     def _changed(self) -> Iterator[None]:
-        """Run a block with the changed rules, with the head in fp32 and with the emulated roundings."""
+        """Run a ``with`` block under the changed op rules, the head in fp32 and the emulated roundings."""
         with ExitStack() as stack:
             for block in (
                 rules_on_trial(self.rules),

@@ -34,8 +34,8 @@ class Tuning:
     Attributes:
         rules: The chosen rules. If the search found no better rules, the default rules are kept.
         goal: The goal of the search.
-        budget: The fraction by which the gradient error was allowed to grow. For the goal ``"accuracy"``,
-            this fraction limited the growth of the saved and cast bytes instead.
+        budget: The fraction by which the gradient error was allowed to grow. With the goal ``"accuracy"``,
+            ``budget`` limited the growth of the saved and cast bytes instead of the gradient error.
         reference: The dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
         before: The measurement of the default rules on all batches.
         after: The measurement of the chosen rules on all batches.
@@ -43,13 +43,13 @@ class Tuning:
             rules. Both are measured in turns.
         changes: The chosen rules that differ from the default rules.
         tried: All sets of rules that were tried, in order, with their measurements.
-        nearest: A description of the set of rules that saves something but exceeds the budget by the smallest
-            amount. Empty if there is no such set.
-        is_followed: False if op rules have no effect, because autocast is off or its blocks have their own
-            rules.
-        jump: Only for the goal ``"accuracy"``: a sentence about the op at which the accumulated error jumps
-            with the default rules, and lines of code that compute its module in fp32. Empty if no op stands
-            out.
+        nearest: A description of the set of rules that would reduce memory or casts but exceeds the error
+            budget, by the smallest amount. Empty if no set of rules does this.
+        is_followed: False if op rules have no effect, because autocast is off or each autocast block has its
+            own rules.
+        jump: A sentence about the op at which the accumulated error jumps with the default rules, and lines
+            of code that compute the op's module in fp32. Empty if no op stands out, or if the goal is not
+            ``"accuracy"``.
     """
 
     rules: OpRules
@@ -102,7 +102,7 @@ class Tuning:
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Plot the cost and gradient error of all sets of rules that were tried, and save the plot.
+        """Plot the cost and the gradient error of each set of rules that was tried, and save the plot.
 
         The suffix of the file's name determines the format.
         """
@@ -185,16 +185,16 @@ def tune(
     reference: str = "fp64",
     progress: bool = False,
 ) -> Tuning | GapTuning:
-    """Find op rules that save memory or casts within a gradient error budget, or that cure an overflow.
+    """Find op rules that save memory or casts within a gradient error budget, or that avoid an overflow.
 
     ``step`` runs about fifty times with different rules. Each run starts with the current weights and random
     states.
 
     With ``goal=Gap(rollout)``, the function finds out why the log-probabilities of a trainer differ from
-    those that a generator recorded, and what closes the gap. For this goal, ``step`` takes token ids, int64
-    of shape (sequences, longest). ``step`` returns logits of shape (sequences, longest, vocabulary), or an
-    object with ``.logits``, and runs no backward pass. ``batches``, ``budget`` and ``reference`` are not
-    used.
+    those that a generator recorded, and which changes close the gap. For this goal, ``step`` takes token ids,
+    int64 of shape (sequences, longest). ``step`` returns logits of shape (sequences, longest, vocabulary), or
+    an object with ``.logits``, and runs no backward pass. The arguments ``batches``, ``budget`` and
+    ``reference`` have no effect with a ``Gap``.
 
     Args:
         step: A function that runs the forward and backward pass on a batch, in an autocast region without
@@ -208,10 +208,10 @@ def tune(
             or the CPU.
         goal: ``"memory"`` reduces the bytes that are saved for the backward pass. ``"casts"`` reduces the
             bytes that are cast. ``"accuracy"`` makes gradients finite with a minimal set of fp32 ops, and
-            reduces the error of gradients that are already finite. A ``Gap`` brings a trainer's
+            reduces the error of gradients that are already finite. ``Gap(rollout)`` brings a trainer's
             log-probabilities closer to those of its generator.
-        budget: The fraction by which the gradient error may grow. For the goal ``"accuracy"``, this fraction
-            limits the growth of the saved and cast bytes instead.
+        budget: The fraction by which the gradient error may grow. With the goal ``"accuracy"``, ``budget``
+            limits the growth of the saved and cast bytes instead of the gradient error.
         reference: The dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
         progress: True shows a progress bar.
 
@@ -354,7 +354,7 @@ _COSTS: Final = {"memory": "bytes saved for backward", "casts": "bytes cast", "a
 
 
 def draw(tuning: Tuning, axes: Any) -> None:
-    """Draw each set of rules as a point, and mark the default rules, the chosen rules and the budget."""
+    """Draw each tried set of rules as a point, and mark the default rules, chosen rules and budget."""
     goal, before = tuning.goal, tuning.before
 
     def place(measured: Measurement) -> tuple[float, float]:
@@ -373,7 +373,7 @@ def draw(tuning: Tuning, axes: Any) -> None:
         axes.scatter(*zip(*of_rule, strict=True), s=24, label=rule)
     for label, marker, measured in (("default rules", "s", before), ("chosen rules", "*", tuning.after)):
         axes.scatter(*place(measured), s=130, marker=marker, label=label, zorder=3)
-    if before.failed < tuning.batches:  # if all batches fail with the default rules, no budget applies
+    if before.failed < tuning.batches:  # no budget applies if all batches overflow with the default rules
         axes.axhline(1 + tuning.budget, color="black", linewidth=1, linestyle="--", label="budget")
     grows = "bytes, saved or cast" if goal == "accuracy" else "gradient error, whole or mean"
     cost = _COSTS[goal] + ", default rules: 1" * (before.failed < tuning.batches)
@@ -384,7 +384,7 @@ def draw(tuning: Tuning, axes: Any) -> None:
 
 
 def _name_points(axes: Any, places: dict[Changes, tuple[float, float]]) -> None:
-    """Label each point with the op of the set's last rule, unless the label would cover another one."""
+    """Label each point with the op of the set's last rule, unless the label would overlap another label."""
     taken: list[Any] = []
     middle = sum(axes.get_xlim()) / 2
     for changes, at in places.items():

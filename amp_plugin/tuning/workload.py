@@ -92,7 +92,7 @@ def _gradients(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def _gradients_set_aside(params: Iterable[Tensor]) -> Iterator[None]:
-    """Set all gradients to None in a block, and restore them afterwards."""
+    """Set all gradients to None inside a ``with`` block, and restore the gradients afterwards."""
     before = [(param, param.grad) for param in params]
     for param, _ in before:
         param.grad = None
@@ -105,7 +105,7 @@ def _gradients_set_aside(params: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _state_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers, the gradients and the states of random number generators after a block."""
+    """Restore the buffers, the gradients and the random number generators after a ``with`` block."""
     python = random.getstate()
     with torch.random.fork_rng(), buffers_kept(model), _gradients_set_aside(model.parameters()):
         try:
@@ -122,7 +122,7 @@ class Script:
     Optimizers step, but the weights are restored after each step, so that all batches see the same weights.
     """
 
-    model = None  # it is not known which module of the program is the model
+    model = None  # a program does not say which of its modules is the model
 
     def __init__(self, program: Program, arguments: Sequence[str], *, batches: int) -> None:
         file, present = Path(os.path.normpath(program.file.absolute())), Path.cwd()
@@ -223,7 +223,7 @@ def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
         is_inner = torch._C._current_graph_task_id() != -1
         plain(*args, **kwargs)
         gradients = {} if is_inner else _gradients({name: param for param, name in names.items()})
-        if gradients:  # empty if the loss depends on no parameter of a module
+        if gradients:  # no gradients exist if the loss depends on no parameter
             now = time.perf_counter()
             on_batch(gradients, now - (begun.pop() if begun else now))
 
@@ -250,7 +250,7 @@ def _hold_weights_still(stack: ExitStack) -> None:
     stack.callback(register_optimizer_step_post_hook(restore).remove)
 
 
-# Ops that return no floating-point numbers, or whose dtype the caller chooses.
+# Ops that return no floating-point tensors, or whose output dtype the caller chooses.
 _LEFT_OUT: Final = {
     *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "argmax", "argmin", "argsort"),
     *("logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "all", "any"),
@@ -272,7 +272,7 @@ def used_ops(run: Callable[[], object], rules: OpRules) -> list[str]:
 
 
 def _is_outermost(event: FunctionEvent) -> bool:
-    """Return whether an event is an op of the forward pass that no other op called."""
+    """Return whether a profiler event is an op of the forward pass that no other op called."""
     parent = event.cpu_parent
     while parent is not None:
         if "::" in parent.name or parent.name.startswith(_NOT_FORWARD):
@@ -284,7 +284,7 @@ def _is_outermost(event: FunctionEvent) -> bool:
 def _may_have_rule(op: str) -> bool:
     try:
         overloads = overloads_of(op)
-    except ValueError:  # an in-place op, or a name that is not an op of the dispatcher
+    except ValueError:  # the op works in place, or the dispatcher has no op of this name
         return False
     return op.partition("::")[2] not in _LEFT_OUT and any(map(_makes_new_tensors, overloads))
 

@@ -1,1 +1,1 @@
-"""Stores weights in 16 bits and trains them exactly, with any optimizer."""
+"""Stores weights in 16 bits, and lets any optimizer update them as exactly as float32 weights."""

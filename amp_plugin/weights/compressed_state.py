@@ -6,7 +6,8 @@
 - A one-pass step reads and writes the compressed states.
 - During any other step, and while a state dict is loaded, the states are float32.
 
-:func:`ask_for` records the format on each parameter, where optimizers that are created later find it.
+:func:`ask_for` sets the format as an attribute of each parameter, so that optimizers created later can read
+the format.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class CompressedState(DecodedTensor):
     state are lost.
     """
 
-    # A bfloat16 tensor of the same shape and strides, or 8-bit codes (uint8) in memory order.
+    # The stored values, as a bfloat16 tensor of the same shape and strides or as 8-bit codes in memory order.
     kept: Tensor
     # True for first moments, which can be negative. Second moments cannot.
     signed: bool
@@ -67,8 +68,8 @@ class CompressedState(DecodedTensor):
             name: The name of the state in the optimizer, such as ``"exp_avg"``.
             step: The step count, which determines the random numbers for stochastic rounding of second
                 moments. If ``step`` is None, second moments are rounded to nearest.
-            loaded: True if ``value`` may have been decoded from 8-bit codes. Encoding then yields the same
-                codes again.
+            loaded: True if ``value`` may have been decoded from 8-bit codes. With ``loaded=True``, decoded
+                values get the same 8-bit codes as before.
         """
         dense = torch.empty_like(value).copy_(value)
         flat, signed, drawn = in_memory_order(dense), name in _SIGNED, None
@@ -149,7 +150,7 @@ def _held_by(tensor: Tensor) -> list[Tensor]:
 def _bytes_of(tensor: Tensor) -> int:
     """Return the number of bytes of a tensor.
 
-    For sparse tensors the number includes values and indices. For lazy parameters the number is 0.
+    A sparse tensor counts with its values and its indices. A lazy parameter counts as 0 bytes.
     """
     if tensor.layout is torch.strided:
         return 0 if is_lazy(tensor) else tensor.nbytes

@@ -2,9 +2,9 @@
 
 By default, DDP expects gradients in the dtype of the parameters, and reduces them in that dtype. The
 gradients of stored weights are float32. Therefore a communication hook reduces ``.grad`` itself in float32.
-At that time ``.grad`` is the sum over all micro-batches of the step. DDP then writes the result to ``.grad``.
-DDP still chooses the buckets, their order and their overlap with backward. DDP still allocates its buckets (2
-bytes per element), which stay unused.
+When the hook runs, ``.grad`` is the sum over all micro-batches of the step. DDP then writes the result to
+``.grad``. DDP still chooses the buckets, their order and their overlap with backward. DDP still allocates its
+buckets (2 bytes per element), which stay unused.
 """
 
 # This file must not use "from __future__ import annotations".
@@ -27,9 +27,9 @@ _DONE = "_amp_plugin_reduces_in_fp32"
 def reduce_in_fp32(model: nn.Module) -> None:
     """Make each DistributedDataParallel in a model reduce the gradients of stored weights in float32.
 
-    Also copy the exact float32 weights of rank 0 to all ranks, as DDP does with ordinary parameters. Every
-    rank must call this function, because it runs collectives. Nothing changes if there is no DDP, if there is
-    no stored weight, or if the function was called before.
+    The function also copies the exact float32 weights of rank 0 to all ranks, as DDP does with ordinary
+    parameters. Every rank must call this function, because it runs collectives. Nothing changes if there is
+    no DDP, if there is no stored weight, or if the function was called before.
 
     Args:
         model: The model with its DDP wrapper.
@@ -98,7 +98,7 @@ def _all_reduce_in_fp32(
 ) -> Future[Tensor]:
     """Average a bucket's float32 gradients over a process group, in the layout that DDP expects.
 
-    A rank that has run out of batches (see ``DDP.join``) contributes zeros.
+    A rank that has run out of batches (see ``DDP.join``) contributes zeros to the average.
     """
     params = bucket.parameters()
     sizes = [param.numel() for param in params]

@@ -1,6 +1,6 @@
 """A tensor class that every op sees as float32, although its memory holds fewer bits per element.
 
-Its subclasses are CompressedState for optimizer states and StoredShard for shards of weights.
+The subclasses are CompressedState, for optimizer states, and StoredShard, for shards of weights.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DecodedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an op on float32 copies. Afterwards, store the copies that the op has written to."""
+        """Run an op on float32 copies, and store each copy that the op has written to."""
         kwargs = kwargs or {}
         if args and isinstance(args[0], DecodedTensor):
             result = args[0].as_kept(func, args, kwargs)

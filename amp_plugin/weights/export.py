@@ -53,11 +53,11 @@ def export(
 
     - Read a Lightning checkpoint, a folder that Accelerate or transformers saved, or a ``torch.save`` file.
     - Join 16-bit weights with remainders that release 0.2 saved in the optimizer's state.
-    - Strip the prefix from all names, and also the parts that torch.compile adds.
+    - Strip ``prefix`` and the parts that torch.compile adds from all names.
     - Check that all shards exist, that no two weights get the same name, and that no finite number becomes
       infinite.
-    - Write floating-point tensors in ``dtype``. Other tensors are written unchanged, as are float64 tensors
-      with ``"fp32"``.
+    - Write floating-point tensors in ``dtype``. Tensors of other dtypes are written unchanged. With
+      ``dtype="fp32"``, float64 tensors also stay unchanged.
 
     The target is written only if all checks pass.
 
@@ -304,7 +304,7 @@ def _require_finite(chosen: Mapping[str, Tensor], made: Mapping[str, Tensor], dt
         for name, value in made.items()
         if value.is_floating_point()
         and chosen[name].dtype.itemsize
-        > 1  # 8-bit floats fit into every dtype, and torch has no isinf for them
+        > 1  # values of 8-bit floats fit into every dtype, and torch has no isinf for 8-bit floats
         and value.isinf().ne(chosen[name].isinf()).any()
     ]
     if beyond:

@@ -1,4 +1,4 @@
-"""The formats that store a float32 weight as a remainder and the 16-bit weight that the model uses."""
+"""The formats that store a float32 weight as a 16-bit weight, which the model uses, and a remainder."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ class Fp16WithMaster(SplitBf16):
         return value.half(), value.clone(memory_format=torch.preserve_format)
 
     def join(self, weights: _Tensors, kept: _Tensors) -> list[Tensor]:
-        """Return the float32 copies. If other code has changed a 16-bit weight, its copy is updated first."""
+        """Return the float32 copies.
+
+        If other code has changed a 16-bit weight, the float32 copy of this weight is updated first.
+        """
         for weight, master in zip(weights, kept, strict=True):
             torch.where(master.half() == weight, master, weight.float(), out=master)
         return list(kept)

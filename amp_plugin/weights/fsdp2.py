@@ -31,7 +31,10 @@ def weights_of_unit(unit: Any) -> list[Any]:
 
 
 def policy_of_weight(unit: Any, weight: Any) -> Any:
-    """Return the mixed-precision policy of one weight. Before torch 2.15 only units have a policy."""
+    """Return the mixed-precision policy of one weight.
+
+    Before torch 2.15, a policy belongs to an FSDP2 unit and not to a single weight.
+    """
     return getattr(weight, "mp_policy", unit._get_fsdp_state()._mp_policy)
 
 
@@ -60,8 +63,8 @@ def notice_new_shards(model: nn.Module) -> None:
 def carry_into_shards() -> None:
     """Make ``fully_shard`` keep the remainders of stored weights. Further calls have no effect.
 
-    ``fully_shard`` makes a new parameter from each weight. Without this change, ``fully_shard`` would use
-    only the 16-bit weight and lose the remainder.
+    ``fully_shard`` makes a new parameter from each weight. Without ``carry_into_shards``, ``fully_shard``
+    would use only the 16-bit weight and lose the remainder.
     """
     if not torch.distributed.is_available():
         return

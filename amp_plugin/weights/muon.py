@@ -1,9 +1,10 @@
 """Takes a step of torch's Muon with an amp_plugin op, torch's matrix products, and a second amp_plugin op.
 
 - The op rule ``muon_momentum`` unscales the gradient, updates momentum_buffer, and writes the input of the
-  products.
-- The products are torch's Newton-Schulz iteration in bfloat16.
-- The op rule ``muon_update`` decays the parameter, and subtracts the result of the products.
+  matrix products.
+- The matrix products are those of torch's Newton-Schulz iteration, in bfloat16.
+- The op rule ``muon_update`` applies weight decay, and subtracts the scaled result of the matrix products
+  from the parameter.
 
 Each gradient is read once. The matrices are stepped one after another, so the temporary memory holds a single
 matrix.
@@ -46,7 +47,7 @@ class MuonStep:
     def step_(
         self, numbers: list[float], lr: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        """Take the step in place of ``StepTensors.step_``. ``numbers`` go to the op rule muon_momentum."""
+        """Take the step in place of ``StepTensors.step_``, with ``numbers`` for the rule muon_momentum."""
         tensors, skipped = self._tensors, found_inf is not None and found_inf.is_cpu and found_inf.item() > 0
         for i, (param, grad, buffer) in enumerate(
             zip(tensors.params, tensors.grads, tensors.states, strict=True)

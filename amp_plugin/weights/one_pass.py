@@ -1,9 +1,9 @@
 """Takes a whole optimizer step with a single op, instead of calling ``optimizer.step``.
 
 The op reads each gradient once, divides it by the loss scale, clips it and writes it back. The op also
-updates the parameters and stores them. After an overflow the op only writes gradients. The step uses torch's
-own parameter groups, states, step counters and hooks, so a program can switch between this op and
-``optimizer.step`` at any time.
+updates the parameters, and writes them in the format in which they are stored. After an overflow the op only
+writes gradients. The step uses torch's own parameter groups, states, step counters and hooks, so a program
+can switch between this op and ``optimizer.step`` at any time.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def collect(optimizer: Optimizer) -> OnePassStep:
 
 @dataclass
 class OnePassStep:
-    """A prepared optimizer step. Take the step before the optimizer or its gradients change."""
+    """A prepared optimizer step, which is valid until the optimizer or its gradients change."""
 
     _optimizer: Optimizer
     _parts: list[_Part]
@@ -131,7 +131,8 @@ class OnePassStep:
             self.run(divisor, found_inf, skipped=skipped)
             if skipped:
                 return
-            optimizer._opt_called = True  # type: ignore[attr-defined] # read by learning rate schedulers
+            # Learning rate schedulers read this attribute.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
             own = optimizer._optimizer_step_post_hooks
             for hook in chain(own.values(), _global_optimizer_post_hooks.values()):
                 hook(optimizer, (optimizer,), {})
@@ -139,7 +140,7 @@ class OnePassStep:
 
 @contextmanager
 def own_step(optimizer: Optimizer) -> Iterator[None]:
-    """Make an optimizer with compressed states run its own ``step`` inside a block, instead of the op."""
+    """In a ``with`` block, let an optimizer with compressed states run its own step, not a one-pass step."""
     key = id(optimizer)
     _own.add(key)
     try:
@@ -159,12 +160,12 @@ _own: set[int] = set()
 def take_bare_step(optimizer: Optimizer) -> list[Tensor]:
     """Take a one-pass step when the user calls ``optimizer.step()`` without a loss scale.
 
-    ``take_bare_step`` runs before the optimizer's own step. The optimizer's own step would need the
-    decompressed states of all parameters at the same time.
+    ``take_bare_step`` runs before the optimizer's own step. A one-pass step saves memory, because the
+    optimizer's own step needs the decompressed states of all parameters at the same time.
 
     Returns:
-        The parameters that were stepped. The caller hides the gradients of these parameters, so that the
-        optimizer's own step does nothing. The list is empty if the step cannot be taken in one pass.
+        The parameters that were stepped. The caller hides the gradients of the returned parameters, so that
+        the optimizer's own step does nothing. The list is empty if the step cannot be taken in one pass.
     """
     if takes_own_step(optimizer) or why_not(optimizer):
         return []
@@ -184,8 +185,9 @@ class _Row:
     """Describes how the parameter groups of an optimizer class are turned into calls of the op ``step_``.
 
     Attributes:
-        rule: A function that returns, for a parameter group, the name of the rule (a key of
-            ``kernels.reference.RULES``) and the names of the rule's states in the optimizer's state.
+        rule: A function that takes a parameter group and returns the name of its rule, which is a key of
+            ``kernels.reference.RULES``. The function also returns the names of the optimizer states that the
+            rule updates.
         numbers: The options of a parameter group that are passed to the rule as numbers, in order.
             ``"betas.0"`` is the first item of ``betas``.
         counters: The names of step counters in the optimizer's state that the rule updates.
@@ -193,12 +195,12 @@ class _Row:
             a leading dot is an attribute of the optimizer. ``fixed`` is None for classes of torch, whose
             options are all known.
         ignored: Options that do not change the result of a step.
-        schedule: A function that returns the new values of the options that a step changes, together with
-            other numbers that the rule needs. Steps with a schedule are taken in one pass only on the CPU,
+        schedule: A function that computes the options that a step changes, such as a step count, and other
+            numbers that the rule needs. With a ``schedule``, one-pass steps are possible only on the CPU,
             because the host must know immediately whether a step was skipped. The function raises ValueError
             if the step cannot be taken in one pass.
-        call: A function that receives the tensors and the parameter group. It returns a function that takes
-            the step with one op, or with several ops and torch's own computations between them.
+        call: A function that takes the tensors and the parameter group, and returns another function that
+            takes the step. A step is one op, or several ops with torch's own computations between the ops.
         why_not: A function that returns the reason why this torch release does not support the class, or
             ``""`` if it does.
     """
@@ -232,7 +234,7 @@ class _Row:
         return ""
 
 
-# In ``fixed``, _OWN allows only the function that has the same name in the optimizer's module.
+# The value _OWN in ``fixed`` allows only the function of that name in the optimizer's own module.
 _OWN: Final = object()
 _COUNTS: Final = ("step",)
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -368,14 +370,14 @@ def _class_of(optimizer: Optimizer) -> str:
 
 
 def _module_of(kind: type) -> str:
-    """Return the module that defines a class. For torch's Muon, ``__module__`` names a different module."""
+    """Return the module that defines a class. For torch's Muon, ``__module__`` is only ``torch.optim``."""
     return "torch.optim._muon" if kind is torch.optim.Muon else kind.__module__
 
 
 def _number(group: _Group, option: str) -> float:
     """Return an option of a parameter group as a number, or 0 for a learning rate that is on a GPU."""
     name, _, item = option.partition(".")
-    # The rule has a number for which this optimizer class has no option.
+    # An empty name stands for a number of the rule for which this optimizer class has no option.
     if not name:
         return 0.0
     value = group[name][int(item)] if item else group[name]
@@ -453,7 +455,7 @@ def _and_rounded(
         count_steps(optimizer, params)  # before the step increases the count
         call(numbers, lr, divisor, found_inf)
         if found_inf is None or not found_inf.is_cpu or found_inf.item() == 0:
-            # If the CPU knows that the step was skipped, weights are not rounded again.
+            # The weights are rounded unless the host knows that the step was skipped.
             store_masters_(params, masters)
 
     return run

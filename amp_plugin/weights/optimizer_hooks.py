@@ -87,7 +87,7 @@ def _hooks_of(optimizer: Optimizer) -> OptimizerHooks:
 
 @cache
 def add_late_optimizers() -> None:
-    """Make optimizers that are created later add themselves when they first step a stored parameter.
+    """Call ``add_optimizer`` for optimizers that are created later, when they first step a stored parameter.
 
     A second call of this function has no effect.
     """
@@ -96,7 +96,7 @@ def add_late_optimizers() -> None:
 
 
 def add_if_late(optimizer: Optimizer) -> None:
-    """Add an optimizer if it has stored parameters and was not added before."""
+    """Call ``add_optimizer`` if an optimizer has stored parameters and was not added before."""
     has_them = getattr(getattr(optimizer, _ATTRIBUTE, None), "sees_steps", False)
     if not has_them and _are_kept(_params(optimizer)):
         add_optimizer(optimizer)
@@ -108,8 +108,8 @@ class OptimizerHooks:
     def __init__(self) -> None:
         self.sees_steps = False
         self._shown: list[Tensor] = []
-        # Parameters that were already stepped in one pass, with their gradients.
-        # The gradients are hidden from the optimizer's own step.
+        # The parameters that a one-pass step has updated, with their gradients.
+        # Their ``.grad`` is None during the optimizer's own step, which therefore does nothing.
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         # The number of base-class steps that the current step has called through super().step().
         self._inner = 0
@@ -228,7 +228,7 @@ class OptimizerHooks:
     def after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Replace compressed states in a state dict by ordinary tensors.
 
-        After ``restore_weights`` the ordinary tensors are float32.
+        If ``restore_weights`` was called before, these tensors are float32.
         """
         if not self._is_widened:
             self.compress(optimizer, loaded=True)
@@ -237,14 +237,14 @@ class OptimizerHooks:
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Make the parameters float32 for loading, because torch casts states to the parameters' dtype."""
         self.close(optimizer)
-        # torch passes hooks a copy of the state dict, so it may be changed here.
+        # torch passes a copy of the state dict to hooks, so this hook may change the state dict.
         state = state_dict["state"] = compressed_state.unpacked(state_dict["state"])
         params = list(dict.fromkeys(_params(optimizer)))
         for number, param in enumerate(params):
             values = tree_leaves(state.get(number)) if isinstance(param, FrozenParameter) else []
             if any(isinstance(value, Tensor) and value.dim() > 0 for value in values):
                 # The frozen parameter has state, so it was trained before.
-                # Making it trainable stores it, so that it can be float32 while its state is loaded.
+                # A trainable parameter is stored in 16 bits, and can be float32 while its state is loaded.
                 param.requires_grad_().requires_grad_(False)
         self._shown = show_fp32(params)
         load_entry_of_0_2(params, state_dict)
@@ -257,7 +257,7 @@ class OptimizerHooks:
     def _run_as_kept(self, optimizer: Optimizer, params: list[Tensor], closure: Callable[[], Any]) -> Any:
         """Run a closure on the 16-bit parameters.
 
-        When the step calls the closure for the first time, the states are still compressed.
+        The optimizer's states are compressed at the first call of the closure, and float32 at later calls.
         """
         self._hide()
         value = closure()
@@ -287,7 +287,10 @@ def count_steps(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
 
 
 def _is_within_its_step(optimizer: Optimizer) -> bool:
-    """Return whether a subclass's step called the current one. Torch runs the hooks of both steps."""
+    """Return whether a subclass called the current step through ``super().step()``.
+
+    Torch runs the hooks of both steps.
+    """
     frames = (f for f, _ in walk_stack(None) if f.f_globals.get("__name__") == Optimizer.__module__)
     steps = sum("wrapper" in f.f_code.co_name and f.f_locals.get("self") is optimizer for f in frames)
     return steps > 1

@@ -4,7 +4,8 @@
 - An all-gather sends the 16-bit weight, through torch's hooks ``fsdp_pre_all_gather`` and
   ``fsdp_post_all_gather``.
 - The gathered weight is an ordinary 16-bit tensor.
-- The gradient is reduced in the dtype of the policy, and is float32 when it reaches the parameter.
+- The gradient is reduced in the dtype that the mixed-precision policy sets, and is float32 when it reaches
+  the parameter.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class StoredShard(DecodedTensor):
     """
 
     weight_16: Tensor  # the 16-bit weight that the model uses
-    kept: Tensor  # the remainder in the same shape (empty for stochastic rounding)
+    kept: Tensor  # the remainder, in the shape of the weight, or an empty tensor for stochastic rounding
     form: str  # a key of FORMATS
     seed: int  # the seed of stochastic rounding
 
@@ -51,8 +52,7 @@ class StoredShard(DecodedTensor):
     def __new__(cls, half: Tensor, kept: Tensor, form: str, seed: int = 0) -> Self:
         """Make a shard from a 16-bit weight and its remainder, without copying them."""
         options: dict[str, Any] = {"strides": half.stride(), "dtype": torch.float32, "device": half.device}
-        # FSDP2 reads the data pointer of the shard.
-        # If the storage had a size above 0, torch would raise an error for the missing pointer.
+        # FSDP2 reads the shard's data pointer, which raises an error unless the storage size is 0.
         made: Self = Tensor._make_wrapper_subclass(cls, half.size(), storage_size=0, **options)
         made.weight_16, made.kept, made.form, made.seed = half, kept, form, seed
         return made
@@ -130,7 +130,7 @@ class StoredShard(DecodedTensor):
         sent = self.weight_16 if dtype is self.weight_16.dtype else self.decoded().to(dtype)
         if self.size()[1:] != outer_size[1:]:
             # The weight is not sharded along its first dimension.
-            # torch requires equal shards along other dimensions.
+            # Along other dimensions, torch requires shards of equal size, so no padding is needed.
             return (sent,), None
         rows = -(-outer_size[0] // mesh.size())
         if sent.size(0) == rows:

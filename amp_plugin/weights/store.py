@@ -53,7 +53,7 @@ class WeightStore:
         return len(stored_params(self._model.parameters()))
 
     def add(self, *optimizers: Optimizer) -> None:
-        """Add optimizers that were created later. Call this method before they load a state dict."""
+        """Add optimizers that were created after ``store_weights``, before they load a state dict."""
         for optimizer in optimizers:
             add_optimizer(optimizer, self._state)
 
@@ -74,7 +74,7 @@ def store_weights(
     fp32_modules: Iterable[str] = (),
     seed: int = 0,
 ) -> WeightStore:
-    """Store a model's weights in 16 bits and let any optimizer train them exactly.
+    """Store a model's weights in 16 bits, and let any optimizer update them as exactly as float32 weights.
 
     The model computes with the 16-bit weights. While an optimizer steps or loads a state dict, its
     parameters, gradients and state are float32, so that small updates are not lost. Before a step, each
@@ -91,19 +91,19 @@ def store_weights(
             must be in float32. All weights that FSDP2 gathers in 16 bits are then stored, including those of
             norms and embeddings.
         *optimizers: Optimizers of the model's parameters, of any class.
-        weights: Which weights are stored, and how.
-            ``"bf16"`` turns each weight that autocast would cast (Linear, convolutions, attention
-            projections) into a bfloat16 weight and a 16-bit remainder, which together hold all bits of
-            float32. Norms, embeddings and other weights stay float32. ``"fp16"`` stores the same weights in
-            float16, each with a float32 copy. ``"bf16-true"`` and ``"fp16-true"`` store all weights, for a
-            model that computes in 16 bits without autocast. ``"bf16-stochastic"`` stores the same weights as
-            ``"bf16"``, but without remainders. Each step then rounds its results stochastically. ``"fp32"``
-            stores no weight in 16 bits. Weights that are already in 16 bits become float32, and frozen ones
-            become float32 once they become trainable.
-        state: The format of the optimizers' moments between steps: ``"fp32"``, ``"bf16"``, or ``"8bit"``
-            (8-bit codes with one scale for each 128 elements). If amp_plugin has a rule for the optimizer's
-            class, one op steps with the compressed moments. For other optimizers the moments are float32
-            during a step. States that are not moments stay float32.
+        weights: Which weights are stored, and how. ``"bf16"`` turns each weight that autocast would cast
+            (Linear, convolutions, attention projections) into a bfloat16 weight and a 16-bit remainder, which
+            together hold all bits of float32. Norms, embeddings and other weights stay float32. ``"fp16"``
+            stores the same weights in float16, each with a float32 copy. ``"bf16-true"`` and ``"fp16-true"``
+            store all weights, for a model that computes in 16 bits without autocast. ``"bf16-stochastic"``
+            stores the same weights as ``"bf16"``, but without remainders. With ``"bf16-stochastic"``, each
+            step rounds the new weights stochastically. ``"fp32"`` stores no weight in 16 bits. With
+            ``"fp32"``, weights that are already in 16 bits become float32, and frozen 16-bit weights become
+            float32 once they become trainable.
+        state: The format of the optimizers' moments between steps, which is ``"fp32"``, ``"bf16"`` or
+            ``"8bit"``. The 8-bit format has one scale for each 128 elements. If amp_plugin has a one-pass
+            step for the optimizer's class, a single op reads and writes the compressed moments. For other
+            optimizers, the moments are float32 during a step. States that are not moments stay float32.
         fp32_modules: Names of modules (``"head"``, ``"blocks.*.norm"``) or classes (``"LayerNorm"``) whose
             weights must stay in float32.
         seed: The seed of stochastic rounding. It must be the same on all ranks.
@@ -113,9 +113,9 @@ def store_weights(
         ``len(store)`` is the number of stored weights.
 
     Raises:
-        ValueError: ``weights`` or ``state`` has an unknown value, a pattern matches no module, a weight is on
-            the meta device, an optimizer has state in 16 bits, or FSDP2 does not gather the weights of a
-            sharded model in 16 bits.
+        ValueError: ``weights`` or ``state`` has an unknown value, a pattern in ``fp32_modules`` matches no
+            module, a weight is on the meta device, or an optimizer has state in 16 bits. The error is also
+            raised if FSDP2 does not gather the weights of a sharded model in 16 bits.
         TypeError: FSDP1 or DeepSpeed shards the model, an optimizer steps in backward, or an optimizer did
             not call ``Optimizer.__init__``.
         RuntimeError: A stored weight was converted to another dtype.
@@ -139,11 +139,11 @@ def store_weights(
         restore_weights(model)
     else:
         carry_into_shards()
-        # Compile and load the native core now.
-        # A step takes 1.5 times as long as with float32 weights, or 9 times without the native core.
+        # Compile and load the native core now, because optimizer steps are slow without it.
+        # Compared with float32 weights, a step takes 1.5 times as long, or 9 times as long without the core.
         native_core()
         _store(model, name, tuple(fp32_modules), seed)
-    # Sharded 16-bit weights are not converted. Their optimizer warns about them.
+    # Sharded 16-bit weights are not converted, but the optimizer that steps them warns.
     if not any(map(is_sharded, model.parameters())):
         convert_to_fp32(model)
     if name != "fp32" or state != "fp32":
@@ -363,7 +363,7 @@ class WeightBytes:
         return self.weights + self.masters + self.gradients + self.optimizer_state
 
     def per_parameter(self) -> dict[str, float]:
-        """Return the bytes per parameter, by kind and in total, as ``{"weights": 2.0, ...}``."""
+        """Return a dict with the bytes per parameter, for each kind of tensor and for ``"total"``."""
         kinds = ("weights", "masters", "gradients", "optimizer_state", "total")
         return {kind: getattr(self, kind) / max(1, self.parameters) for kind in kinds}
 

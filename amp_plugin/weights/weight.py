@@ -2,18 +2,18 @@
 
 A parameter can be in these states:
 
-- *Stored*. The parameter is a 16-bit tensor, and ``record.kept`` is its remainder.
+- *Stored*. The parameter is a 16-bit tensor, and its StoredWeight holds the remainder.
 - *Shown*. The parameter is a float32 tensor. The Python object stays the same, and only its data is
   exchanged.
-- *Nested*. Several requests for float32 are open. The parameter is stored in 16 bits again when the last
-  request ends.
-- *Sharded*. The parameter is a float32 DTensor. Its local shard is a StoredShard while the parameter is
-  stored, and an ordinary float32 tensor while the parameter is float32.
+- *Nested*. :func:`show_fp32` was called several times. The parameter is stored in 16 bits again after the
+  last matching call of :func:`hide_fp32`.
+- *Sharded*. The parameter is a float32 DTensor. The local shard of the DTensor is a StoredShard, or an
+  ordinary float32 tensor while an optimizer uses the parameter.
 
-Optimizers hold the parameter in their groups and states, and see it as float32 whenever they use it. Autograd
-and DDP see the 16-bit tensor. The record (StoredWeight) is an attribute of the parameter. Copies and pickles
-of a stored parameter are float32 parameters. A frozen 16-bit parameter is stored as soon as it becomes
-trainable.
+Optimizers hold the parameter in their groups and states, and see float32 values whenever they use the
+parameter. Autograd and DDP see the 16-bit tensor. A StoredWeight, which holds the remainder, is an attribute
+of the parameter. Copies and pickles of a stored parameter are float32 parameters. A frozen 16-bit parameter
+is stored as soon as it becomes trainable.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StoredWeight:
     kept: Tensor
     seed: int  # the seed of stochastic rounding
     # A weak reference to the parameter, so that torch.utils.swap_tensors raises an error for it.
-    # Swapping tensors would remove the record from the parameter.
+    # Swapping tensors would remove the StoredWeight from the parameter.
     owner: ref[Tensor] | None
     steps: int = 0  # number of optimizer steps taken
     shows: int = 0  # the number of open show_fp32() requests
@@ -70,7 +70,7 @@ class StoredWeight:
             _exchange(param, self.hidden, nn.Parameter)
 
     def half_like(self, master: Tensor) -> Tensor:
-        """Return the hidden 16-bit tensor, in the shape and on the device that the float32 tensor has now."""
+        """Return the parameter's 16-bit tensor, in the shape and on the device of the float32 ``master``."""
         hidden = cast("Tensor", self.hidden)
         if hidden.device != master.device or hidden.shape != master.shape:
             if isinstance(hidden, StoredShard):
@@ -90,7 +90,7 @@ class StoredWeight:
             _exchange(param, hidden, StoredParameter)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave the record out of pickles, in which the parameter is an ordinary float32 parameter."""
+        """Leave the StoredWeight out of pickles, which contain an ordinary float32 parameter instead."""
         return bool, ()
 
 
@@ -100,9 +100,10 @@ def _set_grad(param: Tensor, given: Tensor | None) -> None:
 
 
 def _set_data(param: Tensor, given: Tensor) -> None:
-    """Set the data. Float32 data is stored exactly, unless it is only a cast of the current 16-bit weight.
+    """Set the data of a stored parameter. Float32 data is stored exactly.
 
-    A cast, as by ``model.float()``, is not stored, so that the next use of the parameter raises an error.
+    If the data is only the 16-bit weight cast to float32, as by ``model.float()``, it is not stored. The next
+    use of the parameter then raises an error, because the cast has lost the remainder.
     """
     if given.dtype is torch.float32 and given.shape == param.shape and given.device == param.device:
         present = _DATA.__get__(param).float()
@@ -137,7 +138,7 @@ class StoredParameter(nn.Parameter):
 def _set_requires_grad(param: nn.Parameter, wanted: bool) -> None:
     """Set ``requires_grad``. A frozen parameter that becomes trainable is stored in the format chosen for it.
 
-    No format was chosen for a copy of a frozen parameter, so the copy becomes float32.
+    A copy of a frozen parameter has no chosen format, so the copy becomes float32 when it becomes trainable.
     """
     if wanted:
         name, seed = vars(param).get("once_trained", ("fp32", 0))
@@ -159,7 +160,7 @@ class FrozenParameter(nn.Parameter):
 
 
 def stored_weight(param: Tensor) -> StoredWeight | None:
-    """Return the record of a stored parameter. For an ordinary parameter, return None."""
+    """Return the StoredWeight of a stored parameter, or None for an ordinary parameter."""
     known: StoredWeight | None = param.__dict__.get(_ATTRIBUTE) or None
     if (
         known is None
@@ -223,9 +224,9 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
 
 
 def record_shard_(param: Tensor, shard: StoredShard) -> StoredWeight:
-    """Create and return the record of a stored parameter that is sharded."""
+    """Create and return the StoredWeight of a stored parameter that is sharded."""
     # Module.to() swaps DTensors, which raises an error if a weak reference to one of them exists.
-    # The new DTensor gets a new record, which is made from its shard.
+    # The DTensor that the swap creates gets a new StoredWeight, made from its local shard.
     weight = StoredWeight(shard.form, shard.format, shard.kept, shard.seed, None)
     setattr(param, _ATTRIBUTE, weight)
     return weight
@@ -282,7 +283,7 @@ def exact_value(param: Tensor) -> Tensor:
 
 
 def has_room(param: Tensor) -> bool:
-    """Return whether a float32 copy of a parameter would leave an eighth of the GPU's memory free."""
+    """Return whether a float32 copy of a parameter would leave at least 1/8 of the GPU's memory free."""
     if param.device.type != "cuda":
         return True
     free, total = torch.cuda.mem_get_info(param.device)
@@ -295,7 +296,7 @@ def remainder_of(param: Tensor) -> Tensor | None:
     weight = stored_weight(param)
     if weight is None or weight.shows or not weight.format.kept_bytes:
         return None
-    # no_grad() is not used as a decorator, because most calls return before this line.
+    # no_grad() is not used as a decorator, because most calls return above and need no context.
     with torch.no_grad():
         kept = _settled(param).kept
         if kept.dtype is torch.float32:
@@ -330,7 +331,7 @@ def store_masters_(params: list[Tensor], masters: list[Tensor]) -> None:
 
 
 def _settled(param: Tensor) -> StoredWeight:
-    """Return the record of a stored parameter. If the parameter was moved or resized, update the record."""
+    """Return the StoredWeight of a parameter, updated if the parameter was moved or resized."""
     weight = cast("StoredWeight", stored_weight(param))
     if is_sharded(param):
         return weight if weight.shows else _settled_shard(param, weight)
@@ -350,7 +351,7 @@ def _settled(param: Tensor) -> StoredWeight:
 
 
 def _settled_shard(param: Tensor, weight: StoredWeight) -> StoredWeight:
-    """Return the record of a sharded parameter. If torch has replaced its shard, update the record."""
+    """Return the StoredWeight of a sharded parameter, updated if torch has replaced the local shard."""
     shard = local_of(param)
     if not isinstance(shard, StoredShard):
         shard = StoredShard.of(shard.float(), weight.name, weight.seed)
@@ -410,8 +411,8 @@ def fp32_shown(params: Iterable[Tensor]) -> Iterator[None]:
 def _alike(stored: dict[Tensor, StoredWeight]) -> Iterator[tuple[list[Tensor], list[StoredWeight]]]:
     """Yield groups of parameters that one op call can process, together with their records.
 
-    All parameters of a group have the same format and device. For stochastic rounding they also have the same
-    seed and step.
+    All parameters of a group have the same format and device. For stochastic rounding, all parameters of a
+    group also have the same seed and step.
     """
     groups: dict[Any, list[Tensor]] = {}
     for param, weight in stored.items():
@@ -425,7 +426,7 @@ def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
     grad, param.grad = param.grad, None
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(param, name) is not getattr(other, name):
-            # The assignment also registers the hooks with the C++ tensor, so that torch runs them.
+            # Assigning the hooks also registers them with the C++ tensor, so that torch runs them.
             setattr(other, name, getattr(param, name))
     torch._C._swap_tensor_impl(param, other)
     param.__class__ = kind
@@ -477,13 +478,13 @@ def _at_rest(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
-    """Replace 16-bit entries with float32 copies. With ``keep_vars=True`` entries stay unchanged."""
+    """Replace the 16-bit entries of a state dict with float32 copies, unless ``keep_vars=True`` was set."""
     for name, param in _at_rest(module):
         key = prefix + name
         if not isinstance(state_dict.get(key, param), nn.Parameter):
             weight = _settled(param)
             copy = state_dict.get(weight.exported[0])
-            # For tied weights, the state dict may already have the copy under another name.
+            # For tied weights, the state dict may already contain the float32 copy under another name.
             if copy is None or copy is not weight.exported[1]():
                 copy = exact_value(param)
                 weight.exported = key, ref(copy)
