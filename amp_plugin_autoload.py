@@ -1,4 +1,4 @@
-"""Defines the function that ``import torch`` calls through the entry point group ``torch.backends``.
+"""Define the function that ``import torch`` calls through the entry point group ``torch.backends``.
 
 The module ``amp_plugin_autoload`` is not part of the package amp_plugin, and imports the package only if one
 of two environment variables is set. A broken installation of amp_plugin therefore cannot make ``import
@@ -11,8 +11,8 @@ import os
 def bind() -> None:
     """Apply the environment variables ``AMP_PLUGIN_RULES`` and ``AMP_PLUGIN_TAKEOVER``.
 
-    If the amp_plugin installation is broken, this function only prints a line. If a variable has an invalid
-    value, OptionError is raised, because the user has set the variable.
+    If the amp_plugin installation is broken, this function only prints an error message. If a variable
+    has an invalid value, OptionError is raised, because the user has set the variable.
     """
     given = [name for name in ("AMP_PLUGIN_RULES", "AMP_PLUGIN_TAKEOVER") if os.environ.get(name)]
     if not given:

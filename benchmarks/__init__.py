@@ -1,1 +1,1 @@
-"""Benchmarks that run amp_plugin, torch and a hardware limit alternately in one process."""
+"""Benchmarks that compare amp_plugin with torch and with hardware limits, in alternating runs."""

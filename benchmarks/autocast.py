@@ -26,7 +26,7 @@ MICRO_BATCHES = 8
 
 
 class Ops(Section):
-    """Time ops in a region, the entry into a region, and, with the core loaded, ops outside regions."""
+    """Time ops inside and outside of autocast regions, and the time to enter and leave a region."""
 
     key = "ops"
 
@@ -137,7 +137,7 @@ def regions(setting: Setting) -> Iterator[Comparison]:
 
 
 def core_loaded(setting: Setting) -> Iterator[Comparison]:
-    """Compare a small op with and without our kernels installed, outside of regions and in torch.autocast."""
+    """Time an op outside regions and in torch.autocast, with and without amp_plugin's kernels installed."""
     call = _calls(setting, BF16)["linear"]
     repeat = setting.sized(10_000, 2)
     cases = {
@@ -182,8 +182,8 @@ def kept_casts(setting: Setting) -> Iterator[Comparison]:
 def uses_of_one_weight(setting: Setting) -> dict[str, dict[str, Call]]:
     """Return functions, each of which uses one weight 200 times.
 
-    One function opens amp_plugin.autocast. The other functions open torch.autocast, one with the kernels of
-    amp_plugin and one with those of torch.
+    One function opens amp_plugin.autocast. Two functions open torch.autocast, one with
+    amp_plugin's kernels and one with torch's own kernels.
     """
     weight = torch.nn.Parameter(torch.randn(512, 512, device=setting.device))
     inputs = torch.randn(4, 512, device=setting.device)
@@ -215,7 +215,7 @@ def uninstalled(setting: Setting) -> Iterator[None]:
 
 @contextmanager
 def installed(setting: Setting) -> Iterator[None]:
-    """Remove and reinstall our kernels, so that the dispatcher is changed as often as in ``uninstalled``."""
+    """Remove and reinstall amp_plugin's kernels, so that the dispatcher has just changed in both variants."""
     uninstall_kernels()
     KERNELS.install()
     _settle(setting)
@@ -223,7 +223,7 @@ def installed(setting: Setting) -> Iterator[None]:
 
 
 def _settle(setting: Setting) -> None:
-    """Run untimed ops after a change of kernels, so that the timed calls find warm CPU caches."""
+    """Run untimed ops after kernels have been installed or removed, to warm up the CPU caches."""
     x = torch.ones(4, 4, device=setting.device)
     for _ in range(setting.sized(5000, 2)):
         x.mm(x)

@@ -40,6 +40,6 @@ def keys(device: str) -> list[str]:
 
 
 def section(key: str) -> Section:
-    """Return the section with this key, which may belong to the CPU or to a GPU."""
+    """Return the benchmark section with this key, for the CPU or a GPU."""
     module = import_module(f"benchmarks.{CUDA[key]}")
     return next(section for section in module.SECTIONS if section.key == key)

@@ -1,4 +1,4 @@
-"""Clocks that time a call. Each clock returns a function that times the call in microseconds."""
+"""Clocks that time a call. Each clock turns a call into a function that returns its time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def nothing() -> None:
 
 
 class Clock(Protocol):
-    """Makes a function that times a call. The time of ``prepare`` and ``around`` is not included."""
+    """Makes a function that times a call. The measured time excludes ``prepare`` and ``around``."""
 
     def __call__(
         self, call: Call, *, repeat: int = 1, prepare: Call = nothing, around: Around = nullcontext
@@ -41,7 +41,7 @@ class Clock(Protocol):
 
 
 def waited() -> float:
-    """Return how many seconds the threads of this process have waited for a CPU that was busy.
+    """Return how many seconds the threads of this process have waited for a free CPU.
 
     Linux counts the waiting time of each thread. The result is 0 if the Linux kernel does not count waiting
     times.
@@ -84,7 +84,7 @@ wall_time = _timed(time.perf_counter, nothing, 1)
 def synchronised_time(call: Call, **options: object) -> Sample:
     """Measure the wall time from the start of the call until the GPU has finished its work.
 
-    The result is the time of the host's work or of the device's work, whichever is longer.
+    The result is the host time or the device time, whichever is longer.
     """
     return _timed(time.perf_counter, torch.cuda.synchronize, 1)(call, **options)  # type: ignore[arg-type]
 

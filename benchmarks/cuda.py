@@ -127,7 +127,7 @@ Calls = dict[str, tuple[Call, Call | None, float]]
 
 
 def gradient_calls(grads: list[Tensor]) -> Calls:
-    """Return calls of our ops on gradients, and of the op that rounds float32 weights."""
+    """Return functions that call our ops on gradients, and the ops that pack and unpack stored weights."""
     half = [torch.empty_like(grad, dtype=torch.bfloat16) for grad in grads]
     low = [torch.empty_like(grad, dtype=torch.int16) for grad in grads]
     factor = torch.tensor(1.0000001, device=grads[0].device)
@@ -167,7 +167,7 @@ def step_calls(grads: list[Tensor]) -> Calls:
 
 
 def shares(setting: Setting, name: str) -> dict[str, dict[str, float]]:
-    """Return the bandwidths of our op and torch's op, in GB/s and as a fraction of that of ``copy_``."""
+    """Return the bandwidths of our op and torch's op, in GB/s and relative to ``copy_``."""
     found = {}
     for comparison in bandwidths(setting, name):
         rates = {
@@ -217,7 +217,7 @@ class Launches(Section):
 
 
 def clip_after_update(bench: Gradients) -> None:
-    """Unscale and clip after a change of the loss scale, which can happen at each update."""
+    """Unscale and clip as in the first step after a change of the loss scale."""
     bench.ours.loss_scale.generation += 1
     bench.scaled_again()
     bench.clip_ours()

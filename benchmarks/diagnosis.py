@@ -26,12 +26,12 @@ HOOKED = "hooks on modules"
 
 
 class Diagnosis(Section):
-    """Time an op after a diagnose block, batches inside a block, and training steps with a run report."""
+    """Time an op after a diagnose block, batches inside the block, and training steps with a run report."""
 
     key = "diagnosis"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield comparisons of an op outside of diagnose, batches inside it, and steps with a report."""
+        """Yield comparisons of an op after diagnose, batches inside diagnose, and steps with a run report."""
         yield not_armed(setting)
         for name, make in (
             ("GPT 6 x 64, launch-bound", launch_bound_gpt),

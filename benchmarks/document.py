@@ -46,10 +46,10 @@ def read_pages() -> dict[Path, str]:
 
 
 def filled(pages: Mapping[Path, str], blocks: Mapping[str, str]) -> dict[Path, str]:
-    """Return the documentation pages, with the text of each block between the markers of that block.
+    """Return the documentation pages, with each block inserted between its begin and end markers.
 
     Raises:
-        ValueError: The markers of a block are missing on all pages.
+        ValueError: No documentation page contains the markers of a block.
     """
     texts = dict(pages)
     for key, block in blocks.items():

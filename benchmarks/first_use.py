@@ -46,7 +46,7 @@ class FirstUse(Section):
     timing = "wall time in a fresh process"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield the first use on a machine, except in a smoke test, and the first use in a process."""
+        """Time compiling the native core, except in a smoke test, and loading it from the cache."""
         if not setting.tiny:
             limit = (Gate(limit=40.0, measure="ours", against=OURS),)
             yield _comparison("compiled, with an empty cache", compiled, rounds=3, gates=limit)

@@ -27,7 +27,7 @@ ADAMW = "AdamW on 134 million elements: GB read and written per second"
 
 
 class Forms(Section):
-    """Measure each combination of dtypes: 15 for the ops on gradients, and 18 for AdamW."""
+    """Measure five ops on gradients in three dtypes, and AdamW with 18 combinations of dtypes."""
 
     key = "forms"
     threads = 0
@@ -64,7 +64,7 @@ class Forms(Section):
 
 
 def on_gradients(grads: list[Tensor]) -> Iterator[tuple[str, Call, int]]:
-    """Yield the name of each op, its call, and the bytes it reads and writes per byte of the gradients."""
+    """Yield each op's name, a function that calls the op, and the bytes that it moves per gradient byte."""
     factor = torch.tensor(1.0000001, device=grads[0].device)
     for p in (2.0, float("inf"), 3.0):
         yield f"norm_check, {{}}, p = {p:g}", lambda p=p: OP.norm_check(grads, factor, p), 1

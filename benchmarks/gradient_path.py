@@ -17,7 +17,7 @@ from benchmarks.setting import Plot, Section, Setting
 
 OP = torch.ops.amp_plugin
 LIMIT = "limit"
-SCALE = 1.0000001  # about 1, so that repeated unscaling hardly changes gradients
+SCALE = 1.0000001  # close to 1, so that gradients hardly change if they are unscaled again and again
 MAX_NORM = 1e9
 PROMISED_ON_CUDA = {"GPT-2 124M, fused AdamW": 1.3}
 LARGE_ON_CUDA: dict[str, float | None] = {"GPT-2 774M": None, "GPT-2 1.5B": None}
@@ -59,7 +59,7 @@ class Gradients:
         self.theirs.scale(self.loss)
 
     def scaled_again(self) -> None:
-        """Make our GradScaler assume that the gradients are scaled, as after a backward pass."""
+        """Make amp_plugin's GradScaler assume that the gradients are scaled, as after a backward pass."""
         self.ours.core.note_step(self.optimizer)
         self.ours.update()
 
@@ -74,12 +74,12 @@ class Gradients:
         torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
 
     def step_ours(self) -> None:
-        """Unscale, clip, step and update with our GradScaler, as after a backward pass."""
+        """Unscale, clip, step and update with amp_plugin's GradScaler."""
         self.ours.clip_and_step(self.optimizer, MAX_NORM)
         self.ours.update()
 
     def step_theirs(self) -> None:
-        """Unscale, clip, step and update with torch's GradScaler, as after a backward pass."""
+        """Unscale, clip, step and update with torch's GradScaler."""
         self.clip_theirs()
         self.theirs.step(self.their_optimizer)
         self.theirs.update()
@@ -128,7 +128,7 @@ def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
 
 
 def per_tensor(setting: Setting) -> Iterator[Comparison]:
-    """Yield the time per tensor that the native core takes to look up and read 1000 small gradients."""
+    """Time how the native core looks up and reads 1000 small gradients, and yield the time per tensor."""
     bench = Gradients(shapes_of("1000 x 1 KB", setting), setting.device)
     native: Any = native_core().extension
     ledger, factor = native.GradientLedger, torch.tensor(SCALE, device=setting.device)
@@ -195,7 +195,7 @@ class Clipping(Section):
 
 
 def clip_in_the_ops(setting: Setting) -> Comparison:
-    """Compare the ops on many small tensors, without the Python code of the scaler."""
+    """Compare the native core's overflow check on 1000 gradients with torch's unscaling and clipping."""
     bench = Gradients(shapes_of("1000 x 1 KB", setting), setting.device)
     native: Any = native_core().extension
     check, factor = native.GradientLedger.norm_check, torch.tensor(SCALE)
@@ -230,7 +230,7 @@ class Counts(Section):
     plots = (Plot(table="in place", x_label="tensors of 1 KB", y_label="time per tensor, {unit}"),)
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Compare how our scaler and torch's scaler unscale and clip 1 to 10 000 tensors of 1 KB."""
+        """Compare the time of both scalers to unscale and clip 1 to 10 000 tensors of 1 KB."""
         counts = setting.sized((1, 10, 100, 1000, 10_000), (1, 3))
         for count in counts:
             bench = Gradients([(256,)] * count, setting.device)

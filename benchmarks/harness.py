@@ -3,8 +3,7 @@
 A round takes one sample of each variant, in random order. Ratios are computed within a round, so slow changes
 in the machine's speed affect both numbers of a ratio. The reported value is the median over the rounds. The
 reported spread is the interquartile range over the rounds. If the process had to wait for a CPU in some
-rounds, up to half as many rounds are added. Of all rounds, only those in which the process waited least are
-used.
+rounds, up to half as many rounds are added. Only the rounds in which the process waited least are used.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Measure:
     """A number that is computed from two samples and compared with a promised limit.
 
     Attributes:
-        of: Computes the number from our sample and the rival's sample in one round.
+        of: A function that computes the number from our sample and the other variant's sample in one round.
         at_least: Whether the limit is a lower limit.
         text: The format of the number.
         limit_text: The format string of the limit, if it differs from that of the number.
@@ -58,7 +57,7 @@ MEASURES = {
         of=lambda ours, theirs: ours - theirs, text="{:+.3f} µs", promise="at most {:.3f} µs more"
     ),
     "ours": Measure(of=lambda ours, _: ours, text="{:.3g}", promise="at most {:.3g}"),
-    # ours may be slower than theirs by 5 % or 0.1 us, whichever is more
+    # amp_plugin may be slower than the other variant by 5 % or 0.1 us, whichever is more
     "share of max(5 %, 0.1 us)": Measure(
         of=lambda ours, theirs: (ours - theirs) / max(0.05 * theirs, 0.1),
         text="{:.2f}",
@@ -92,8 +91,8 @@ class Gate:
     Attributes:
         limit: The limit of the measure.
         measure: The measure, a key of ``MEASURES``.
-        against: The label of the variant that ours is compared with. For the measure ``"ours"``, which uses
-            no other variant, it is our label.
+        against: The label of the variant that amp_plugin is compared with. The measure ``"ours"`` needs no
+            other variant, so ``against`` is then the label of amp_plugin.
     """
 
     limit: float
@@ -148,7 +147,7 @@ class Comparison:
         table: The name of the table. Comparisons of the same table must have the same labels.
         unit: The unit of a sample: ``"us"``, ``"bytes"`` or another one.
         rounds: The number of rounds whose samples are used.
-        warm_up: The number of earlier rounds, whose samples are not used.
+        warm_up: The number of warm-up rounds, whose samples are discarded.
         per: The number of ops, tensors or micro-batches in one sample. Samples are divided by this number.
         x: The position on the horizontal axis, if the table has a plot.
         remark: A text that is shown next to the row.
@@ -177,9 +176,9 @@ class Outcome:
     """The result of a comparison, with the fields of ``Comparison`` and summaries of the samples.
 
     Attributes:
-        times: Maps the label of each variant to a summary of its samples, divided by ``per``.
-        ratios: Maps the label of each other variant to a summary of the ratio of our sample to the variant's
-            sample. Variants with a sample of 0 are left out.
+        times: Maps the label of each variant to a summary of its samples, divided by ``Comparison.per``.
+        ratios: Maps the label of each other variant to a summary of the ratios of our samples to that
+            variant's samples. Variants with a sample of 0 are left out.
     """
 
     name: str
@@ -203,7 +202,7 @@ class Outcome:
 
 
 def judge(gate: Gate, ours: Sequence[float], theirs: Sequence[float]) -> Verdict:
-    """Compare the median of the gate's measure with the promised limit."""
+    """Compute the gate's measure in each round, and compare the median with the promised limit."""
     measure = MEASURES[gate.measure]
     value = statistics.median(measure.of(a, b) for a, b in zip(ours, theirs, strict=True))
     holds = value >= gate.limit / TOLERANCE if measure.at_least else value <= gate.limit * TOLERANCE

@@ -20,7 +20,7 @@ NAMES = {"survey": "inspect each gradient, launch nothing"}
 
 
 class Child:
-    """The child process, in which a CUDA device is emulated in host memory."""
+    """A child process that emulates a CUDA device in host memory."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -53,14 +53,14 @@ def child() -> Child:
 
 
 class HostTime(Section):
-    """Time ops from the C++ call to the driver call, for 1 to 10 000 tensors at unchanged addresses."""
+    """Time ops on 1 to 10 000 CUDA tensors at fixed addresses, from the C++ call to the driver call."""
 
     key = "host"
     timing = "wall time of the host, without the driver's own calls, about 2 µs per launch"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
         """Yield each op."""
-        if host_device.cannot():  # no g++, or torch has its own CUDA kernels
+        if host_device.cannot():  # the emulation needs g++ and a CPU build of torch
             return
         for op in ("norm_check", "survey", "unscale_", "multiply_", "clip_factor"):
             for count in (1,) if op == "clip_factor" else setting.sized((1, 400, 10_000), (1, 3)):

@@ -1,7 +1,7 @@
 """A child process that times ops on CUDA tensors without a GPU, with an emulated CUDA driver.
 
-The parent process sends lines such as ``norm_check 400``. The child answers with the time of one
-``norm_check`` of 400 tensors, in microseconds.
+The parent process sends lines such as ``norm_check 400``. The child process answers with the time
+of one ``norm_check`` of 400 tensors, in microseconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEDGER = native_core().extension.GradientLedger
 
 @cache
 def call_of(op: str, count: int) -> Callable[[], object]:
-    """Return the call to time. The addresses of its gradients do not change, as in most training steps."""
+    """Return a function that calls ``op`` on gradients at fixed addresses, as in most training steps."""
     params = [torch.nn.Parameter(torch.zeros(64, device="cuda")) for _ in range(count)]
     for param in params:
         param.grad = torch.ones_like(param)

@@ -185,7 +185,7 @@ def launch_bound_size(setting: Setting, layers: int = 6) -> GPTSize:
 
 
 def launch_bound_gpt(setting: Setting, layers: int = 6) -> GPT:
-    """Make a launch-bound GPT on the device of the setting."""
+    """Make a launch-bound GPT on the device that ``setting`` names."""
     torch.manual_seed(0)
     return GPT(launch_bound_size(setting, setting.sized(layers, min(layers, 2)))).to(setting.device)
 
@@ -225,7 +225,7 @@ def resnet50_shapes() -> Shapes:
 
 
 def gpt2_shapes(d: int = 768, blocks: int = 12) -> Shapes:
-    """Return the shapes of GPT-2's parameters. The default is the model with 124M elements in 148 tensors."""
+    """Return the shapes of GPT-2's parameters. The default is GPT-2 small (124M, 148 tensors)."""
     attention: Shapes = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,)]
     feed_forward: Shapes = [(d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
     return [(50257, d), (1024, d), *[*attention, *feed_forward] * blocks, (d,), (d,)]

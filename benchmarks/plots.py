@@ -42,8 +42,8 @@ def draw(report: Report, folder: Path) -> dict[str, list[str]]:
     """Draw all figures of a report into a folder.
 
     Returns:
-        A dict from the key of each section (and ``"overview"``) to the Markdown that shows its figures. Image
-        paths are relative to the parent of ``folder``.
+        A dict that maps the key of each section (and ``"overview"``) to Markdown that shows its figures.
+        Image paths are relative to the parent of ``folder``.
     """
     figures: dict[str, list[str]] = {}
     with mpl.rc_context(STYLE):
@@ -106,7 +106,7 @@ def growth(plot: Plot, title: str, rows: Sequence[Outcome]) -> Figure:
 
 
 def overview(rows: Sequence[Outcome]) -> Figure:
-    """Plot the ratio of our time to torch's time for each comparison. Ratios are orange if ours is slower."""
+    """Plot the ratio of our time to torch's time for each comparison. Orange means that ours is slower."""
     lines: list[tuple[str, tuple[Outcome, str] | None]] = []
     for table, members in grouped(rows).items():
         lines.append((table, None))

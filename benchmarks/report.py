@@ -56,7 +56,7 @@ class Report:
         details: Other facts that the figures depend on, such as the instruction set or the driver's CUDA
             version.
         sections: The measurements of each section, in the order of the report.
-        parts: The name, result and duration in seconds of each part of a GPU run that is not a benchmark.
+        parts: The other checks of a GPU run, each with its name, result and duration in seconds.
     """
 
     device: str
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def path(self) -> Path:
-        """The file of the report, named ``<machine>-<torch>.json``."""
+        """The path of the report's JSON file, named ``<machine>-<torch>.json``."""
         machine = re.sub(r"[^a-z0-9]+", "-", self.machine.lower()).strip("-")
         return RESULTS / f"{machine}-{self.torch}.json"
 

@@ -21,7 +21,7 @@ class Setting:
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
-        tiny: Use sizes so small and rounds so few that they only show that the benchmarks run.
+        tiny: Use tiny sizes and few rounds, as a smoke test that the benchmarks run without errors.
     """
 
     device: str = "cpu"
@@ -44,7 +44,7 @@ class Setting:
 
     @property
     def device_clock(self) -> Clock:
-        """The clock for the time in which the device computes, without the time to launch kernels."""
+        """The clock for the computing time of the device, without the time to launch kernels."""
         return wall_time if self.device == "cpu" else device_time
 
     def sized(self, usual: T, tiny: T) -> T:

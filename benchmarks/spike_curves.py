@@ -1,7 +1,7 @@
 """Measure the effect of gradient spikes on the loss, and the size of spikes that are detected.
 
 ``python -m benchmarks.spike_curves`` draws the plot, and prints the table of detection rates.
-``python -m benchmarks.spike_curves --quick`` makes one short run of each kind, as a test.
+``python -m benchmarks.spike_curves --quick`` trains with one seed instead of five, as a quick test.
 
 A character model is trained on the source code of this package in bf16. In one of every fifty steps, all
 gradients are multiplied by a factor, as a corrupt training example would do. The detection rate of a factor k
@@ -28,7 +28,7 @@ CONTEXT, BATCH = 32, 16
 
 
 class Characters(nn.Module):
-    """A small character model with an embedding, two causal convolutions and an output layer."""
+    """A small character model with an embedding, a GRU and an output layer."""
 
     def __init__(self, symbols: int) -> None:
         super().__init__()
@@ -51,7 +51,11 @@ def corpus() -> tuple[Tensor, int]:
 
 
 def train(seed: int, *, factor: float, on_spike: Spike | None) -> tuple[list[float], list[StepRecord]]:
-    """Train, with the gradients of one in fifty steps times ``factor``. Return losses and step records."""
+    """Train, and multiply the gradients of every fiftieth step by ``factor``.
+
+    Returns:
+        The losses and the step records.
+    """
     text, symbols = corpus()
     torch.manual_seed(seed)
     model = Characters(symbols)

@@ -1,6 +1,6 @@
 """Train models with each format of optimizer state from several seeds, and compare the final losses.
 
-``python -m benchmarks.state_losses FILE --seconds 100`` trains runs missing from FILE, for 100 seconds.
+``python -m benchmarks.state_losses FILE --seconds 100`` trains the runs that FILE lacks, for 100 seconds.
 ``python -m benchmarks.state_losses FILE --draw PLOT`` plots the runs in FILE.
 
 A character GPT, a ViT and a ResNet for digits have about 65,000 parameters each. A second GPT has 10 million
@@ -86,8 +86,8 @@ def digits(model: nn.Module, seed: int) -> tuple[nn.Module, Batches]:
     return model, digits_batches(digits_loaders(batch_size=32, seed=seed), steps=10**6)
 
 
-# A case is a function that makes the model and its batches from a seed, the number of steps,
-# the learning rate of AdamW and Adam, and the learning rate of SGD.
+# A case is a function that makes the model and its batches from a seed, a number of steps, and two rates.
+# The first learning rate is for AdamW and Adam, and the second is for SGD.
 Case = tuple[Callable[[int], tuple[nn.Module, Batches]], int, float, float]
 CASES: dict[str, Case] = {
     "GPT": (lambda _: gpt(batch_size=8), 300, 3e-3, 0.1),
@@ -161,7 +161,10 @@ def draw(runs: list[dict[str, Any]], file: Path) -> None:
 def difference(
     runs: list[dict[str, Any]], case: str, optimizer: str, rate: float, state: str
 ) -> tuple[float, float] | None:
-    """Return the mean over seeds and half its 95 % interval, or None if runs with float32 state diverge."""
+    """Return the mean difference of the final loss over seeds, and half of its 95 % confidence interval.
+
+    The result is None if the runs with float32 state diverge.
+    """
     by_seed: dict[int, dict[str, float]] = {}
     for run in runs:
         if (run["case"], run["optimizer"], run["rate"]) == (case, optimizer, rate):
@@ -192,7 +195,7 @@ def main() -> None:
     end = time.monotonic() + options.seconds
     torch.set_num_threads(1)
     asked = list(product(CASES, OPTIMIZERS, RATES, range(options.seeds), STATES))
-    # Start with the base learning rate and, within each rate, with the small models.
+    # Train with the base learning rate first. With each learning rate, train the small models first.
     for key in sorted(asked, key=lambda key: (key[2] != 1, "M" in key[0])):
         if key in there:
             continue

@@ -50,7 +50,7 @@ NOT_FUSED = {
     "AdamWScheduleFree": 2,
 }
 ON_THE_CPU = ("AdamWScheduleFree", "Adagrad")  # torch 2.11 has no fused Adagrad for CUDA
-MATRICES = [(512, 2048)] * 4  # for Muon, whose matrix products take nearly all of its time
+MATRICES = [(512, 2048)] * 4  # parameters for Muon, which spends nearly all of its time in matrix products
 FOREACH = "torch, foreach"
 LIMIT = "copying the same number of bytes"
 MAX_NORM = 0.1
@@ -74,7 +74,7 @@ class MadeGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        """For each parameter, return a gradient filled with 1e-3 times the gradient of the loss."""
+        """For each parameter, return a gradient with the value 1e-3 times the gradient of the loss."""
         value = grads[0].item() * 1e-3
         return tuple(torch.full_like(param, value, dtype=torch.float32) for param in ctx.params)
 
@@ -106,7 +106,7 @@ class Steps(Section):
 
 
 def whole_step(setting: Setting, name: str, optimizer: str) -> Comparison:
-    """Compare optimizer steps on one set of parameters. The backward pass before each step is not timed."""
+    """Compare optimizer steps on a named set of parameters. Backward passes are not timed."""
     trained = Trained(shapes_of(name, setting), setting.device, optimizer)
     calls: dict[str, tuple[Callable[[], object], Any]] = {
         OURS: (trained.step_ours, trained.ours),
@@ -146,8 +146,8 @@ def looked_at(setting: Setting, name: str, option: str) -> Comparison:
 def beside_its_limit(setting: Setting, name: str, shapes: Shapes, optimizer: str) -> Comparison:
     """Compare a whole step with torch's step, and with a plain copy of as many bytes as a step must move.
 
-    A step must move 4 bytes per element to measure the gradient norm, and 8 bytes per element to read and
-    write each of gradient, parameter and optimizer states.
+    To measure the gradient norm, a step must read 4 bytes per element. To read and write the gradient, the
+    parameter and each optimizer state, a step must move 8 bytes per element for each of these tensors.
     """
     best = f"fused {optimizer}" if optimizer in FUSED else optimizer
     trained = Trained(shapes, setting.device, best)
@@ -309,7 +309,7 @@ class Trained:
         scaler.scale(MadeGradients.apply(*self.params)).backward()  # type: ignore[no-untyped-call]
 
     def step_ours(self) -> None:
-        """Unscale, clip, step and update with our GradScaler."""
+        """Unscale, clip, step and update with amp_plugin's GradScaler."""
         self.ours.clip_and_step(self.optimizer, MAX_NORM)
         self.ours.update()
 

@@ -51,7 +51,7 @@ def ratio(spread: Spread) -> str:
 
 
 def loses(row: Outcome, label: str) -> bool:
-    """Return True if ours is at least 1 % slower in the median, and slower in at least 75 % of the rounds."""
+    """Return True if we are at least 1 % slower in the median, and slower in at least 75 % of the rounds."""
     spread = row.ratios.get(label)
     if label not in RIVALS or spread is None:
         return False
@@ -69,7 +69,10 @@ def grouped(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
 
 
 def cells(rows: Sequence[Outcome], mark: str = "**") -> list[list[str]]:
-    """Return the header and rows of a table. ``mark`` is put around lost comparisons and missed promises."""
+    """Return the header and rows of a table.
+
+    Cells that show a lost comparison or a missed limit begin and end with ``mark``.
+    """
     labels, compared = list(rows[0].times), list(rows[0].ratios)
     gated = any(row.verdicts for row in rows)
     header = ["", *labels, *(f"ours / {label}" for label in compared), *(["promised"] if gated else [])]
@@ -123,7 +126,7 @@ def section(report: Report, key: str, figures: Sequence[str] = ()) -> str:
 
 
 def losses(report: Report) -> str:
-    """List every comparison in which ours is slower than torch or the framework's own plugin."""
+    """List every comparison in which amp_plugin is slower than torch or the framework's own plugin."""
     rows = [["", "against", "ours / theirs"]]
     for record in report.sections.values():
         for outcome in record.outcomes:
@@ -138,7 +141,7 @@ def losses(report: Report) -> str:
 
 
 def missed(report: Report) -> str:
-    """List every missed promise, including promises that compare with a hardware limit."""
+    """List all promised limits that amp_plugin missed, including limits relative to a memory copy."""
     rows = [["", "against", "ours / theirs", "promised"]]
     for record in report.sections.values():
         for outcome in record.outcomes:
@@ -150,7 +153,7 @@ def missed(report: Report) -> str:
 
 
 def parts(report: Report) -> str:
-    """List the parts of a GPU run that are not benchmarks, with their results."""
+    """List the checks of a GPU run other than the benchmarks, with their results."""
     rows = [["", "outcome", "seconds"]]
     rows += [
         [part["name"], part["verdict"].replace("|", "/"), f"{part['seconds']:.0f}"] for part in report.parts
@@ -159,7 +162,7 @@ def parts(report: Report) -> str:
 
 
 def summary(report: Report, most: int = 10) -> str:
-    """List up to ``most`` of the comparisons that have a promised ratio to another library.
+    """List up to ``most`` comparisons for which a ratio to torch or to a stock plugin is promised.
 
     The first comparison of each section is chosen, then the second of each section, and so on. The chosen
     comparisons are listed in the order of the report.
@@ -175,7 +178,7 @@ def summary(report: Report, most: int = 10) -> str:
 
 
 def _promised(record: SectionRecord) -> list[list[str]]:
-    """Return the rows of comparisons with a promised ratio to another library. Missed promises are bold."""
+    """Return the rows of comparisons for which a ratio is promised. Missed limits are bold."""
     rows = []
     for outcome in record.outcomes:
         for rival in (label for label in outcome.ratios if label in RIVALS):
@@ -188,7 +191,7 @@ def _promised(record: SectionRecord) -> list[list[str]]:
 
 
 def published(report: Report) -> str:
-    """List published clipping times next to ours, each relative to torch on the machine that was used."""
+    """List published clipping times next to ours, each relative to torch on the same machine."""
     here = {
         outcome.x: outcome for outcome in report.sections["tensors"].outcomes if "in place" in outcome.table
     }

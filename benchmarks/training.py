@@ -24,9 +24,9 @@ STORED = "A training step of GPT-2 124M with weights and states stored in fewer 
 HELD = "Memory that stays allocated between training steps"
 PEAK = "Peak memory of a training step"
 LOSS = "Loss after five steps: difference from the fp32 loss"
-COUNTED = 5  # the number of steps before steps are timed
-# Each way consists of a precision, a weight format and a state format.
-# Each way is compared with torch's step in the same precision.
+COUNTED = 5  # the number of steps that measure memory and losses, before other steps are timed
+# Each entry consists of a precision, a weight format and a format of optimizer state.
+# Each entry is compared with torch's training step in the same precision.
 WAYS = (
     ("bf16", "bf16", "fp32"),
     ("bf16", "bf16", "bf16"),
@@ -60,7 +60,7 @@ MODELS: dict[str, Callable[[Setting], nn.Module]] = {"GPT-2 124M": gpt, "ResNet-
 
 
 class Training:
-    """A model that is trained in one of the compared ways. Memory and losses are measured in the first steps.
+    """A model that amp_plugin or torch trains in one precision. The first steps measure memory and losses.
 
     Attributes:
         held: The bytes of device memory in use between steps, for model, optimizer and batches.
@@ -97,7 +97,7 @@ class Training:
             self.peak = torch.cuda.max_memory_allocated() - before
 
     def step(self) -> torch.Tensor:
-        """Take a step, and return the loss before the weights change."""
+        """Take a training step. Return its loss, which was computed before the weights changed."""
         with self.region():
             loss: torch.Tensor = self.model(self.batches[self.steps % 2])
         self.scaler.scale(loss).backward()
@@ -114,7 +114,7 @@ class Training:
 
 
 class TrainingSteps(Section):
-    """Compare time, memory and losses of training steps for each way to store weights and states."""
+    """Compare time, memory and losses of training steps for each format of weights and optimizer state."""
 
     key = "training"
     threads = 0
@@ -144,7 +144,7 @@ class TrainingSteps(Section):
 
 
 def timed(setting: Setting, name: str, table: str, runs: dict[str, Training]) -> Comparison:
-    """Compare step times. A step takes the time of the host or the device, whichever is longer."""
+    """Compare step times. The time of a step is the host time or the device time, whichever is longer."""
     samples = {label: setting.host_clock(run.step) for label, run in runs.items()}
     return Comparison(name=name, table=table, samples=samples, rounds=setting.rounds(21))
 
