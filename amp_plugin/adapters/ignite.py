@@ -145,7 +145,7 @@ class IgnitePrecision(EntryPoint):
         return trainer
 
     def attach(self, engine: Engine, model: nn.Module, optimizer: Optimizer) -> None:
-        """Begin the run when an engine starts, and end the run when the engine ends.
+        """Attach mixed precision to an ignite engine, from the start to the end of each run.
 
         The engine's update function must call :meth:`backward` and :meth:`step`.
         """
@@ -230,11 +230,14 @@ class IgnitePrecision(EntryPoint):
     # -- checkpoints -----------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale's state, with the keys that torch uses. It is empty if no loss is scaled."""
+        """Return the state of the loss scale, with the keys of torch's GradScaler.
+
+        The state is empty if no loss is scaled.
+        """
         return self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a loss scale's state saved by amp_plugin or torch. Warn if this run scales no loss."""
+        """Load a loss scale's state that amp_plugin or torch has saved. Warn if this run scales no loss."""
         if told := self.session.load_state_dict(state_dict):
             warn_user(f"IgnitePrecision: {told}")
 

@@ -32,7 +32,7 @@ def resolved(
     *,
     door: str = "",
 ) -> tuple[Options, dict[str, str]]:
-    """Return the checked options of an entry point, and a dict that maps each option to its source.
+    """Return the validated options, and a dict that maps each option to the source that has set it.
 
     Args:
         kind: the class of the options.
@@ -56,9 +56,9 @@ def resolved(
 
 
 def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge layers of options. Return a dict from option to value, and one from option to source.
+    """Merge options from several sources. Return a dict from option to value, and one from option to source.
 
-    If several layers set an option, the first layer wins.
+    If several sources set an option, the first source wins.
     """
     given: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -118,7 +118,7 @@ def _read(name: str, value: Any) -> Any:
     if name == "fp32_modules":
         return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
     if name == "on_spike" and isinstance(value, str):
-        # The string is a word, or a mapping such as "{of: loss, sigma: 8}".
+        # The value of on_spike is a word, or a mapping such as "{of: loss, sigma: 8}".
         return yaml.safe_load(value)
     if kinds & {int, float} and isinstance(value, str):
         with suppress(ValueError):

@@ -37,9 +37,9 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
 def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequence[nn.Module]) -> None:
     """Register optimizers with a scaler, with parameter names taken from the models.
 
-    If there are several models, a name looks like ``Critic[1].layer.weight``. A parameter that belongs to
-    none of the models is named after its own module. For example, a temperature parameter in a loss module is
-    named ``Contrastive.temperature``.
+    If there are several models, each name begins with its model, as in ``Critic[1].layer.weight``. A
+    parameter that belongs to none of the models is named after its own module. For example, a temperature
+    parameter in a loss module is named ``Contrastive.temperature``.
     """
     named: dict[str, Tensor] = {}
     for place, model in enumerate(models):
@@ -60,7 +60,10 @@ def _unnamed(optimizer: Optimizer, named: set[int]) -> list[Tensor]:
 
 
 def scaler_groups(*models: nn.Module) -> dict[str, Any]:
-    """Return a model's FSDP1 process group, under a key that tells whether ranks hold whole gradients."""
+    """Return the process group of an FSDP1 model.
+
+    The key of the group says whether each rank holds whole or sharded gradients.
+    """
     root = next((model for model in models if isinstance(model, FullyShardedDataParallel)), None)
     if root is None or root.process_group is None:
         return {}
@@ -93,9 +96,9 @@ class GradientOrigins:
     """Uses hooks to record which gradients were computed by backward passes in blocks of :meth:`inside`."""
 
     def __init__(self) -> None:
-        # The parameters that the backward pass in the block has reached, or None outside a block.
+        # The parameters that backward has reached in the current ``inside`` block, or None outside a block.
         self._reached: list[Tensor] | None = None
-        # The gradients that backward passes in blocks have computed, with their version counters.
+        # The gradients that were computed in ``inside`` blocks, with their version counters.
         self._inside: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._outside: dict[int, weakref.ref[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
@@ -112,10 +115,10 @@ class GradientOrigins:
 
     @contextmanager
     def watching(self, models: Sequence[nn.Module], scaler: GradScaler, words: Words) -> Iterator[None]:
-        """Record gradients from the block as scaled, and guard parameters that no registered optimizer steps.
+        """Record gradients from the block as scaled, and watch parameters that no registered optimizer steps.
 
-        If an optimizer that is not registered with the scaler steps one of these parameters, an error is
-        raised. Most programs have no such optimizer.
+        An error is raised if an optimizer that is not registered with the scaler steps one of the watched
+        parameters. Most programs have no such optimizer.
         """
         optimizers = scaler.core.optimizers
         if self._looked_at != (len(models), len(optimizers)):
@@ -151,24 +154,24 @@ class GradientOrigins:
             yield
         finally:
             reached, self._reached = self._reached, before
-            # Versions are read here and not in the hook, because DDP writes to gradients after the hook.
+            # Version counters are read after the block, because DDP writes to gradients after the hook.
             for param in reached:
                 if param.grad is not None:
                     self._inside[id(param)] = weakref.ref(param.grad), param.grad._version
 
     def is_scaled(self, param: Tensor) -> bool:
-        """Return whether ``param.grad`` was computed inside a block and has not changed since."""
+        """Return whether ``param.grad`` was computed inside an :meth:`inside` block and not changed since."""
         made, version = self._inside.get(id(param), (None, 0))
         grad = param.grad
         return made is not None and grad is not None and made() is grad and version == grad._version
 
     def is_from_outside(self, param: Tensor) -> bool:
-        """Return whether a backward pass outside any block computed ``param.grad`` or added to it."""
+        """Return whether a backward pass outside all :meth:`inside` blocks has written to ``param.grad``."""
         made = self._outside.get(id(param))
         return made is not None and param.grad is not None and made() is param.grad
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle without the watched parameters, because they belong to this process."""
+        """Leave the watched parameters out of copies and pickles, because they belong to this process."""
         return type(self), ()
 
 

@@ -2,8 +2,8 @@
 
 An entry point such as AmpPrecision only translates calls from its framework into calls to a Session:
 
-- ``Session(options, words=...)`` takes the options, and the names of the framework's calls for error
-  messages.
+- ``Session(options, words=...)`` takes the options, and the names that error messages use for the framework's
+  calls.
 - ``set_up_weights(model)`` is called before the model is wrapped or moved.
 - ``begin(device, groups)`` is called once the device is known. ``begin`` activates op rules, and tells the
   scaler which device is in use.
@@ -146,7 +146,7 @@ class Session:
         return own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the attributes, and subscribe to the empty step log of the copied scaler."""
+        """Restore the attributes, and subscribe to the copied scaler's step log, which is empty."""
         self.__dict__.update(state)
         self.models = weakref.WeakKeyDictionary()
         if self._scaler is not None:
@@ -314,7 +314,7 @@ class Session:
 
     @property
     def are_all_stored(self) -> bool:
-        """Whether all weights are stored in 16 bits, which makes activations 16-bit too."""
+        """Whether all weights are stored in 16 bits. If so, activations are 16-bit too."""
         return stores_all(self.options.weights)
 
     @property
@@ -325,7 +325,8 @@ class Session:
     def set_up_weights(self, model: nn.Module, fp32_modules: Sequence[str] = ()) -> bool:
         """Store a model's weights as the option ``weights`` specifies, before the model is wrapped or moved.
 
-        The end of a run makes the weights float32, after which ``set_up_weights`` may be called again.
+        At the end of a run the weights become float32, and ``set_up_weights`` may be called again for the
+        next run.
 
         Returns:
             True if the model's weights were in 16 bits before they were set up. A checkpoint that was loaded
@@ -560,7 +561,8 @@ class Session:
 
         Returns:
             A dict from ``grad_norm`` to the norm (float32, 0-dim). If there are several optimizers, the keys
-            are ``grad_norm/0``, ``grad_norm/1`` and so on. If no optimizer has stepped, the result is None.
+            are ``grad_norm/0``, ``grad_norm/1`` and so on. If no optimizer has stepped since the last call,
+            the result is None.
         """
         last = [self.scaler.core.result_of(torch_optimizer(optimizer)) for optimizer in optimizers]
         before = [seen() for seen in self._seen]
@@ -573,7 +575,7 @@ class Session:
     # -- state and run page ----------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale's state, with the keys that torch uses.
+        """Return the state of the loss scale, with the keys of torch's GradScaler.
 
         If no loss is scaled, the state is empty, except for the statistics of ``on_spike``.
         """
@@ -583,12 +585,12 @@ class Session:
         return {**self.scaler.state_dict(), "optimizer_steps": taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
-        """Load a loss scale's state saved by amp_plugin, torch or a stock plugin.
+        """Load a loss scale's state that amp_plugin, torch or a stock plugin has saved.
 
         Returns:
             A warning if the state was saved in another precision and cannot be used, else "".
         """
-        # A state with only this key was saved by a run without a loss scale.
+        # A state with only amp_plugin's key was saved by a run that did not scale the loss.
         if state.keys() == {OUR_KEY}:
             self.scaler.core.shared.load_spikes(dict(state))
             return ""
@@ -604,13 +606,13 @@ class Session:
         return f"the checkpoint was written in another precision; {kept}"
 
     def watch(self, models: Sequence[nn.Module], path: str | Path | None) -> Path | None:
-        """Watch modules, so that reports can name the module at which a step goes wrong.
+        """Watch modules, so that reports can name the module in which inf or nan first arises.
 
         If ``path`` is given, write a run page.
 
-        The run page is an HTML report. The watch ends when :meth:`end_watch` is called or the process ends.
-        After a second call, only the models passed to that call are watched. If the watch fails, it gives one
-        warning and ends.
+        The run page is an HTML report. Watching ends when :meth:`end_watch` is called or the process ends. If
+        ``watch`` is called again, only the models of the new call are watched. If watching fails, it ends
+        with one warning.
 
         Returns:
             The path of the run page, or None if no run page is written.
@@ -635,7 +637,7 @@ class Session:
 def _opened_watch(
     scaler: Any, models: Sequence[nn.Module], path: str | Path | None, options: object
 ) -> RunReport | ModuleWatch:
-    """Return an open run page, or a ModuleWatch if no run page is wanted or possible."""
+    """Return an open RunReport, or a ModuleWatch if no report is wanted or possible."""
     from amp_plugin.numerics.first_module import ModuleWatch  # noqa: PLC0415 - only needed for watches
 
     if path is not None:
@@ -733,8 +735,8 @@ class EntryPoint:
 def endless_skips(step: StepResult, words: Words, growth: WeightGrowth) -> RuntimeError:
     """Return the error for a run that skips all steps. The error names parameters, a remedy and a command.
 
-    If the weights have grown, the remedy is a lower learning rate. A wider dtype would only delay the
-    overflow.
+    If the weights have grown, the remedy is a lower learning rate. A wider dtype would only delay an overflow
+    that growing weights cause.
     """
     if advice := growth.advice():
         return RuntimeError(f"{run_of_skips(step)} {advice}")

@@ -2,9 +2,9 @@
 
 During the run, ``torch.amp.GradScaler`` and its aliases refer to a subclass of ``amp_plugin.GradScaler`` with
 torch's class name and signature. Therefore ``type(scaler) is torch.amp.GradScaler`` holds, and subclasses in
-the program derive from amp_plugin's scaler. If the program assigns a method to the class, the scaler calls
-that method. If the program subclassed torch's own class before the takeover, instances of the subclass are
-replaced when they are created.
+the program derive from amp_plugin's scaler. If the program assigns a method to ``torch.amp.GradScaler``, the
+replaced scalers call that method. If the program subclassed torch's own class before the takeover, instances
+of the subclass are replaced when they are created.
 
 A replaced scaler is pickled as an instance of torch's class with torch's state. Therefore a file written
 under ``amp-plugin run`` can be loaded without amp_plugin. If the file is loaded under ``amp-plugin run``, the
@@ -37,7 +37,7 @@ _MODULES: Final = (
     ("torch.cuda.amp.grad_scaler", "torch.cuda.amp"),
     ("torch.cpu.amp.grad_scaler", "torch.cpu.amp"),
 )
-# Maps each attribute of torch's scaler to the option whose value it holds.
+# Maps attributes of torch's GradScaler to the constructor options whose values they hold.
 _OPTIONS: Final = {
     "_init_scale": "init_scale",
     "_growth_factor": "growth_factor",
@@ -64,7 +64,10 @@ class _StandsIn(ABCMeta):
     """
 
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
-        """Create a subclass, which derives from torch's class if it overrides torch's private methods."""
+        """Create a subclass.
+
+        A subclass that overrides private methods of torch's scaler derives from torch's class instead.
+        """
         mixins = (kind for base in bases for kind in base.__mro__ if not issubclass(kind, _TORCHS))
         if any(_PRIVATE & names.keys() for names in (namespace, *map(vars, mixins))):
             bases = tuple(vars(base).get("_stands_for", base) for base in bases)
@@ -167,7 +170,7 @@ def _stand_in(takes: _Takes) -> type:
 
     @functools.wraps(_TORCHS.__init__)
     def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
-        # A subclass that is not replaced also calls this function, through ``super().__init__()``.
+        # Subclasses that are not replaced also call ``init``, through ``super().__init__()``.
         if not isinstance(scaler, GradScaler):
             _TORCHS.__init__(scaler, *args, **kwargs)
             return
@@ -187,7 +190,7 @@ def _stand_in(takes: _Takes) -> type:
 
 
 def _state_dict(scaler: Any) -> dict[str, Any]:
-    """Return the state with torch's keys, plus amp_plugin's key if that holds more than the skip count."""
+    """Return the state with torch's keys, and amp_plugin's key only if it holds more than the skip count."""
     if not isinstance(scaler, GradScaler):
         return _TORCHS.state_dict(scaler)  # type: ignore[no-any-return]
     state = GradScaler.state_dict(scaler)
@@ -203,7 +206,7 @@ def _made(theirs: type, bases: tuple[type, ...], namespace: dict[str, Any]) -> t
 
 
 def _state_of_torchs(scaler: Any) -> dict[str, Any]:
-    """Return the attributes that a torch scaler in this state has, plus any that the program has set."""
+    """Return the attributes of a torch scaler in this state, plus those that the program has set."""
     device = scaler.core.shared.device
     state: dict[str, Any] = {"_device": device, "_enabled": scaler.is_enabled()}
     if scaler.is_enabled():

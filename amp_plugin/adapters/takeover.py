@@ -1,7 +1,7 @@
 """Makes torch.amp, Accelerate, Lightning and Fabric use amp_plugin in an unmodified program.
 
-``amp-plugin run`` begins a :class:`Takeover`, which starts when the program imports torch. The takeover lasts
-until the process ends, because threads and ``atexit`` handlers run after the program's last line. Child
+``amp-plugin run`` prepares a :class:`Takeover`, which starts when the program imports torch. The takeover
+lasts until the process ends, because threads and ``atexit`` handlers run after the program's last line. Child
 processes inherit the environment variable ``AMP_PLUGIN_TAKEOVER``. When a child process imports torch,
 ``amp_plugin_autoload`` reads this variable and starts the takeover there too.
 """
@@ -78,7 +78,7 @@ class Takeover:
         self._scales = False
         self._uses_framework = False
         self._blocks: Counter[tuple[str, torch.dtype]] = Counter()
-        # The stack entry of the default op rules, which records whether an autocast region has read them.
+        # The stack entry of the run's op rules, which records whether an autocast region has read them.
         self._defaults: Pushed | None = None
         self._totals: StepTotals | None = None  # None before torch is imported
         self._failed = False
@@ -93,7 +93,10 @@ class Takeover:
         self._begun.enter_context(when_imported({"torch": lambda _: self}))
 
     def program_failed(self, error: BaseException | None) -> None:
-        """Record that the program ended with an error. If torch rejected the dtypes, print advice."""
+        """Record that the program ended with an error.
+
+        If torch rejected the dtypes of an op, print advice.
+        """
         self._failed = True
         if error is None or "torch" not in sys.modules:
             return
@@ -175,7 +178,7 @@ class Takeover:
     def _rules(self) -> OpRules | None:
         """Return the op rules of the given file.
 
-        If the rules file cannot be used, the method prints the error and ends the process.
+        If the rules file cannot be used, print the error and end the process.
         """
         if self._rules_file is None:
             return None
@@ -219,7 +222,7 @@ class Takeover:
 
         The string is empty if there were no steps.
 
-        If the program has failed, the method does not wait for the device, which may never respond.
+        After a failure of the program, do not wait for the device, because it may never respond.
         """
         told: tuple[int, int, float | None] = (0, 0, None)
         if self._totals is not None:
@@ -256,7 +259,7 @@ class Takeover:
             self._say(f"{advice}; convolutions may take up to 100 times as long")
 
     def _forked(self) -> None:
-        """Make a forked child process report only what it used itself."""
+        """Make a forked child process report only its own steps and autocast blocks, not its parent's."""
         self._blocks.clear()
         self._made.clear()
         if self._totals is not None:
@@ -297,8 +300,8 @@ class Takeover:
         Environment variables override keyword arguments that equal torch's defaults.
 
         Raises:
-            OptionError: an option of the loss scale is wrong. The error names the flag of ``amp-plugin run``
-                or the environment variable that sets the option.
+            OptionError: an option of the loss scale is wrong. The error message names the flag of
+                ``amp-plugin run`` or the environment variable that sets the option.
         """
         from amp_plugin.adapters.option_sources import decided, outside_program  # noqa: PLC0415
         from amp_plugin.options import (  # noqa: PLC0415 - loads torch
@@ -339,8 +342,8 @@ class Takeover:
 
         ours = partial(lightning.plugin_in_place_of_stock, precision=self._precision, made=self._note)
         return {
-            # Importing Accelerate loads amp_plugin's adapter for it.
-            # If the adapter imports Accelerate itself, install() runs once the adapter is loaded.
+            # When the program imports Accelerate, amp_plugin's adapter for Accelerate is imported too.
+            # If the adapter is imported first, it imports Accelerate. install() runs once both are loaded.
             "accelerate": lambda _: nullcontext(importlib.import_module(_ADAPTER)),
             _ADAPTER: self._accelerate,
             **dict.fromkeys(lightning.CONNECTORS, ours),
@@ -382,7 +385,7 @@ class Takeover:
 def when_imported(
     actions: Mapping[str, Callable[[ModuleType], AbstractContextManager[object]]],
 ) -> Iterator[None]:
-    """Enter each module's context when the module is imported, or now if it is already imported.
+    """Enter the context for each module when that module is imported, or at once if it already is.
 
     All contexts are exited at the end.
     """

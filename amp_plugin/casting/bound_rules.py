@@ -86,8 +86,8 @@ def bound_autocast(
 def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
     """Use this dtype in autocast blocks without a dtype, in all threads.
 
-    Torch's own setting covers only one thread. The dtype becomes part of the keys of torch's compile caches,
-    because a graph records these blocks without their dtype.
+    ``torch.set_autocast_dtype`` would change the dtype in only one thread. The dtype is also added to the
+    keys of torch's compile caches, because the graph itself does not contain it.
     """
     import torch  # noqa: PLC0415
 

@@ -34,8 +34,8 @@ class Cast:
     """A cast of a tensor that autocast made.
 
     Attributes:
-        module: the path of the module that ran the op. The path begins with the class name of the outermost
-            module. It is empty for ops outside of modules.
+        module: the path of the module that ran the op. The path begins with the outermost module's class
+            name, as in ``Net.layers.0``. It is empty for ops outside of modules.
         op: the full name of the op for which the cast was made, such as ``"aten::linear.default"``.
         argument: the name of the argument that was cast.
         kind: ``"weight"`` for a parameter or buffer, ``"input"`` for an argument of the outermost module, and
@@ -128,7 +128,7 @@ def _counts(totals: CastTotals) -> tuple[str, ...]:
     return f"{totals.casts:,}", f"{totals.cached:,}", filesize.decimal(totals.bytes)
 
 
-# The path index that the log uses for ops outside any module.
+# This path index marks ops that run outside of all modules.
 _OUTSIDE = -1
 
 
@@ -195,7 +195,7 @@ class CastLog:
             self._inputs += inputs
             if is_outermost:
                 root = module if self._model is None else self._model
-                # Names are read at each call, because modules may replace their parameters.
+                # Parameter names are read at each call, because a module may replace its parameters.
                 weights = [*root.named_parameters(), *root.named_buffers()]
                 self._parameters.update((tensor._cdata, name) for name, tensor in weights)
         try:
@@ -215,7 +215,7 @@ class CastLog:
                 self._paths.append(f"{type(root).__name__}.{name}".rstrip("."))
 
     def _collect(self) -> None:
-        """Move records out of the native log while the tensors to which they refer are still alive."""
+        """Move recorded casts from the native log to this log while the tensors of these casts are alive."""
         self._collected.extend(map(self._cast, KERNELS.native.take_cast_log()))
 
     def _cast(self, logged: tuple[Any, ...]) -> Cast:

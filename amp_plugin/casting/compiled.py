@@ -1,8 +1,9 @@
-"""Makes op rules of regions visible to torch's tracers, for torch.compile and torch.export.
+"""Makes torch.compile and torch.export see the op rules of autocast regions while they trace.
 
-A region is traced as ``torch.autocast`` blocks plus an op that states which rules are in force. The op names
-the rules by their content, so that graphs and the keys of torch's compile caches have the same meaning in
-every process. ``csrc/rules_in_force.h`` explains the encoding.
+In a traced graph, an amp_plugin region becomes ``torch.autocast`` blocks plus an op that states the region's
+op rules. The op contains the full text of the rules, so that graphs and the keys of torch's compile caches
+have the same meaning in every process. ``csrc/rules_in_force.h`` explains how torch's autocast state encodes
+the rules.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from amp_plugin.casting.rules import OpRules, rules_with_content
 from amp_plugin.casting.rules_in_force import number_on
 from amp_plugin.kernels.build import require_native
 
-# The autocast dtypes of two unused device types encode the number of the rule set as two digits.
+# The autocast dtypes of two unused device types store the number of the active rule set, digit by digit.
 # ZEROS are the dtypes that stand for 0.
-# The autocast dtype of the device type _GATE shows whether ``_blocks`` is open.
+# The autocast dtype of the device type _GATE is _OPEN while the autocast blocks of _blocks() are open.
 DIGITS = ("maia", "mtia")
 ZEROS = (torch.bfloat16, torch.float16)
 _GATE, _OPEN = "ipu", torch.bfloat16
@@ -61,7 +62,7 @@ def are_rules_in_force() -> bool:
 
 
 def content_of(rules: OpRules | None) -> str:
-    """Return the string that names rules in a graph, or ``""`` for the default rules."""
+    """Return the string by which a graph refers to op rules, or ``""`` for the default rules."""
     return "" if rules is None else rules.content
 
 
@@ -69,8 +70,8 @@ def content_of(rules: OpRules | None) -> str:
 def _blocks(
     device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, content: str
 ) -> Iterator[None]:
-    # Under Dynamo these dtypes are not set, because Dynamo would record them in the graph.
-    # In another process the same dtypes may stand for another rule set.
+    # Dynamo would record the dtypes that encode the rule set's number, so they are not set under Dynamo.
+    # A number that is recorded in a graph may stand for another rule set in another process.
     low, high = (None, None) if is_dynamo_compiling() else ZEROS
     with (
         torchs_autocast(_GATE, _OPEN, False),
@@ -83,7 +84,10 @@ def _blocks(
 
 
 class TracedRegion:
-    """An autocast region for tracers. ``content`` names the region's rules, or is "" for default rules."""
+    """An autocast region for tracers.
+
+    ``content`` states the region's op rules, or is "" for default rules.
+    """
 
     def __init__(self, *made_with: Any) -> None:  # arguments of ``_blocks``
         self._made_with = made_with
@@ -97,7 +101,7 @@ class TracedRegion:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Close the blocks that the last ``__enter__`` opened."""
+        """Close the autocast blocks that the last ``__enter__`` opened."""
         self._open.pop().__exit__(*exc_info)
 
 
@@ -106,14 +110,14 @@ def _traced(*made_with: Any) -> TracedRegion:
 
 
 def teach_dynamo(kind: type[torch.autocast]) -> None:
-    """Make Dynamo trace regions that were created outside compiled code, and restart tracing.
+    """Make Dynamo trace regions that were created outside compiled code, and restart its tracing.
 
     Dynamo treats instances of subclasses of ``torch.autocast`` like torch's own blocks, so it would drop the
-    rules of a region. However, Dynamo first looks types up in a table, to which ``teach_dynamo`` adds
-    ``kind``.
+    rules of a region. Therefore ``teach_dynamo`` adds ``kind`` to a table of types that Dynamo looks up
+    first.
 
     Raises:
-        RestartAnalysis: on every call, so that Dynamo traces the frame again.
+        RestartAnalysis: raised on every call, so that Dynamo traces the frame again.
     """
     from torch._dynamo.exc import RestartAnalysis  # noqa: PLC0415 - Dynamo runs
     from torch._dynamo.guards import GuardBuilder  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""custom_fwd and custom_bwd make custom autograd Functions follow autocast."""
+"""custom_fwd and custom_bwd make custom autograd Functions respect the autocast state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def custom_fwd(
     device_type: str | None = None,
     cast_inputs: torch.dtype | None = None,
 ) -> Any:
-    """Make the ``forward`` of an autograd Function follow autocast.
+    """Make the ``forward`` of an autograd Function respect the autocast state.
 
     The decorator supports both forms of Function: ``forward(ctx, ...)``, and ``forward(...)`` with
     ``setup_context(ctx, inputs, output)``. Torch's own decorator fails for Functions with ``setup_context``,

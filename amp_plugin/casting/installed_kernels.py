@@ -1,8 +1,8 @@
 """Installs amp_plugin's autocast kernels in torch's dispatcher, and passes them the op rules.
 
-``rules.py`` states the dtype in which each op runs. ``csrc/autocast_kernel.cpp`` applies these rules in
-functors on torch's autocast dispatch keys. If the native core is missing, regions are ``torch.autocast``
-blocks with the default rules and no cache of casts.
+``rules.py`` states the dtype in which each op runs. ``csrc/autocast_kernel.cpp`` contains the kernels for
+torch's autocast dispatch keys, which apply these rules. If the native core is missing, regions are
+``torch.autocast`` blocks with the default rules and no cache of casts.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ whether autocast is on, whether casts are kept, the number of the rule set, and 
 
 
 class AutocastKernels:
-    """The native autocast kernels of this process, and the numbers of its rule sets.
+    """Installs the native autocast kernels in this process, and numbers the op rule sets that they use.
 
     Attributes:
         native: the native core while amp_plugin's kernels are installed, else None. If ``native`` is None,
             regions are ``torch.autocast`` blocks.
-        leave: a function that closes a native region, given its position counted from the innermost region.
+        leave: a function that closes an autocast region, given the number of regions that are open inside it.
             ``leave`` stays set after the kernels are uninstalled, because regions may still be open.
-        checked: maps settings that torch has accepted (device type, dtype and ``enabled``) to two Opening
-            tuples, which open regions with these settings. The first opening does not cache casts, and the
-            second does. For the dtype None, an opening holds torch's autocast dtype at the time of the check.
+        checked: maps each combination of device type, dtype and ``enabled`` that torch has accepted to two
+            Opening tuples. The first Opening opens a region without a cache of casts, and the second opens a
+            region with a cache. If the dtype is None, an Opening contains the autocast dtype that torch used
+            when the settings were checked.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class AutocastKernels:
         # Maps the number of a rule set to its fingerprint, which is a key of torch's compile caches.
         self._tagged: dict[int, str] = {}
         self._step_hook: RemovableHandle | None = None
-        # Maps (device type, number) to the ops for which a rule set with this number has ever had rules.
+        # Maps a device type and number to all ops that have ever had a rule in a rule set with that number.
         self._named: dict[tuple[str, int], set[str]] = defaultdict(set)
 
     def install(self) -> NativeCore:
@@ -126,12 +127,12 @@ class AutocastKernels:
             tag_compile_caches("amp_plugin rules ", meant)
 
     def put_default(self, rules: OpRules) -> None:
-        """Make the number of the default rules refer to these rules, including in existing regions."""
+        """Use ``rules`` as the default rules, including in autocast regions that already exist."""
         with self._lock, outside_tracers():
             self._define(rules, DEFAULT)
 
     def _define(self, rules: OpRules, number: int) -> None:
-        """Tell the autocast kernels which rules a number stands for on the device type of these rules."""
+        """Tell the autocast kernels that ``number`` stands for ``rules`` on the rules' device type."""
         default = OpRules.default(rules.device_type).rules
         named = self._named[rules.device_type, number]
         named.update(rules.rules, rules.keep)
@@ -156,10 +157,10 @@ KERNELS = AutocastKernels()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Drop cached casts of weights after an optimizer step, as some steps change no version counter.
+    """Drop cached casts of weights after each step, because some optimizers change no version counters.
 
-    In a compiled step an op in the graph drops the casts, but only if the optimizer is fused. Compiled steps
-    of other optimizers change the version counters of the weights.
+    If the step of a fused optimizer is compiled, an op in the graph drops the cached casts. Compiled steps of
+    other optimizers change the version counters of the weights.
     """
     if not is_compiling():
         _forget_casts()

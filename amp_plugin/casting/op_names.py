@@ -61,7 +61,8 @@ def _name_of(op: object) -> str:
 def _is_written_form(full: str) -> bool:
     """Return whether an overload is the in-place or ``out=`` variant of one of torch's ops.
 
-    Custom ops do not count, nor do ops that write statistics to arguments, such as fake quantization.
+    The result is False for custom ops, and for ops that only update statistics in their arguments, such as
+    fake quantization.
     """
     if not (full.startswith("aten::") and schema_of(full).is_mutable):
         return False

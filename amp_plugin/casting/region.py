@@ -15,7 +15,7 @@ import torch
 from torch import compiler, is_autocast_cache_enabled
 from torch._guards import TracingContext
 
-# Imported here, because a program may later replace torch.autocast with amp_plugin's class.
+# This import keeps torch's own class, even if a program later replaces torch.autocast with amp_plugin's.
 from torch.amp.autocast_mode import autocast as torchs_autocast
 from torch.amp.autocast_mode import is_autocast_available as torchs_is_autocast_available
 from typing_extensions import Self
@@ -38,7 +38,7 @@ new_object = object.__new__
 
 _OPEN = threading.local()
 # ``_OPEN.regions`` lists the open regions of this thread, innermost last.
-# An entry is a region on amp_plugin's kernels, or a pair of a region and a torch.autocast block.
+# Each item of the list is a region on amp_plugin's kernels, or a pair of a region and a torch.autocast block.
 
 
 def _entries() -> list[Any]:
@@ -89,10 +89,10 @@ def blocks_are_recorded() -> bool:
     )
 
 
-# Maps attributes of torch.autocast to positions in the tuple Opening, from which they are read.
+# Maps each attribute of torch.autocast to the index at which an Opening tuple holds its value.
 _POSITIONS = {"fast_dtype": 1, "_enabled": 2, "_cache_enabled": 3, "device": 5}
 
-# Maps attributes of torch.autocast to positions in the state from before a region was entered.
+# Maps each attribute of torch.autocast that holds the previous state to its index in ``_found``.
 _FOUND = {"prev": 1, "prev_fastdtype": 2, "prev_cache_enabled": 3}
 
 
@@ -109,14 +109,15 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     """Run a region of a program in mixed precision.
 
     The region sets torch's own autocast state. Therefore ``torch.is_autocast_enabled()``, nested
-    ``torch.autocast`` blocks, checkpointing and ``torch.compile`` see the state. Ops inside the region run on
-    amp_plugin's autocast kernels, which follow ``rules``.
+    ``torch.autocast`` blocks, checkpointing and ``torch.compile`` respect the region. Ops inside the region
+    run on amp_plugin's autocast kernels, which follow ``rules``.
 
     An instance can be nested, entered again, and used by several threads. A region also works as a decorator
     for functions, generators and coroutines. TorchScript runs a decorated ``forward`` of the scripted module
     in Python, but fails on a decorated ``forward`` of its submodules.
 
-    A region may contain a whole training loop, because it does not change the dtypes of backward passes.
+    A region may contain a whole training loop, because autocast does not change the dtypes of backward
+    passes.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"``, ``"xpu"`` or ``"mps"``.
@@ -205,7 +206,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         raise AttributeError(msg)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the region's arguments. The number of a rule set is only valid in one process."""
+        """Copy and pickle the op rules themselves, because the number of a rule set differs by process."""
         attributes = dict(vars(self))
         attributes.pop("_opening")
         attributes.pop("_found", None)
@@ -218,7 +219,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         return device_type, dtype, enabled, cache_enabled, KERNELS.rules_numbered(number)
 
     def note_found(self, enabled: bool, dtype: torch.dtype, keeps_casts: bool) -> None:
-        """Store the autocast state from before the region. ``torch.autocast`` has the same attributes."""
+        """Store the autocast state from before the region, as ``torch.autocast`` does."""
         self._found = False, enabled, dtype, keeps_casts
 
     def __repr__(self) -> str:
@@ -268,7 +269,7 @@ def _remade(cls: type[autocast], *arguments: Any, rules: OpRules | None) -> auto
 
 
 def _hides_flag(device_type: str) -> bool:
-    """Return whether regions cache casts although torch's cache flag is off, as graph captures require."""
+    """Return whether casts are cached with torch's cache flag off, as make_graphed_callables requires."""
     regions = open_regions()
     if not regions:
         return device_type != "cpu"
@@ -277,7 +278,10 @@ def _hides_flag(device_type: str) -> bool:
 
 
 def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function inside several regions. Recursion is used, because tracers do not support ExitStack."""
+    """Call a function inside several regions.
+
+    The regions are opened recursively, because torch's tracers do not support ExitStack.
+    """
     if not regions:
         return function(*args, **kwargs)
     with regions[0]:
@@ -285,7 +289,7 @@ def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], arg
 
 
 def _completed(opening: Opening, dtype: torch.dtype | None, rules: OpRules | None) -> Opening:
-    """Return a copy of an Opening, with torch's dtype in place of None, and with the given rules."""
+    """Return a copy of an Opening with the rules, if given, and with torch's dtype if ``dtype`` is None."""
     number, _, enabled, cache_enabled, rules_number, device_type = opening
     return (
         number,
@@ -299,7 +303,7 @@ def _completed(opening: Opening, dtype: torch.dtype | None, rules: OpRules | Non
 
 @untraced
 def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[Opening, Opening]:
-    """Check the arguments with torch's own constructor. Return the openings for KERNELS.checked."""
+    """Check a region's arguments with torch's own constructor, and return two tuples that open the region."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         name = known_precision(dtype)
         near = str(DTYPES[name]) if name in {"bf16", "fp16"} else "torch.float16 or torch.bfloat16"
@@ -314,14 +318,17 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
         (number, lower, bool(theirs._enabled), False, rules_number, device_type),
         (number, lower, bool(theirs._enabled), True, rules_number, device_type),
     )
-    # If torch disabled autocast, the openings are not cached, so that torch's warning is repeated.
+    # If torch disables autocast with a warning, the result is not cached, so the next region warns again.
     if theirs._enabled == enabled:
         KERNELS.checked[device_type, dtype, enabled] = openings
     return openings
 
 
 def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[Any]) -> Callable[..., Any]:
-    """Return a function that runs inside a context. Generators enter the context each time they resume."""
+    """Return a version of a function that runs inside a context.
+
+    Generators enter the context each time they resume.
+    """
     covered: Any
     if inspect.isasyncgenfunction(func):
         msg = f"autocast: {func.__name__} is an asynchronous generator; open the region between its yields"
@@ -343,7 +350,7 @@ def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[A
 
     functools.update_wrapper(covered, func)
     covered.__script_unsupported = "@autocast() decorator is not supported in script mode"
-    # Without this call, torch would script the forward without the region.
+    # Without ``ignore``, torch.jit.script would compile the forward without its autocast region.
     torch.jit.ignore(covered)  # type: ignore[no-untyped-call]
     return covered  # type: ignore[no-any-return]
 

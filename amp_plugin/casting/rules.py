@@ -147,8 +147,8 @@ class OpRules:
         ValueError: the device, an op or a rule is unknown, or an op is not given by its full name.
 
     Attributes:
-        content: the differences from the rules of the installed torch, as JSON. Compiled graphs refer to
-            rules by this string.
+        content: the differences from the rules of the installed torch, as JSON. Compiled graphs contain
+            ``content`` to refer to the rules.
 
     Example:
         >>> rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
@@ -164,7 +164,7 @@ class OpRules:
     content: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the device and normalize the values."""
+        """Check the device type and the op names, and sort the rules."""
         _table(self.device_type)  # raises if the device has no table
         for op in self.rules:
             known = isinstance(op, str) and is_registered(op)
@@ -226,8 +226,8 @@ class OpRules:
         Args:
             path: a YAML file with the keys ``device_type`` and ``rules``. Each rule is ``op: rule`` or ``op:
                 {rule: ..., keep: [argument, ...]}``. The optional key ``torch`` is the torch release for
-                which the file was written. The optional key ``base`` names a policy, as for ``named``, whose
-                rules replace the default ones.
+                which the file was written. The optional key ``base`` names the policy to start from instead
+                of the default rules, as in ``OpRules.named``.
 
         Raises:
             ValueError: a key, op, rule or argument is unknown. The text names the nearest.
@@ -286,15 +286,15 @@ class OpRules:
 
         Args:
             op: an overload (``"aten::softmax.int"`` or ``torch.ops.aten.softmax.int``), an op
-                (``"aten::softmax"`` or ``torch.ops.aten.softmax``) or a custom op (``"mylib::op"``). An op
-                stands for all its overloads that return a new tensor. Arguments that a custom op writes into
-                are never cast.
+                (``"aten::softmax"`` or ``torch.ops.aten.softmax``) or a custom op (``"mylib::op"``). The name
+                of an op without an overload stands for all its overloads that return a new tensor. Arguments
+                that a custom op writes into are never cast.
             rule: a value of OpRule. None keeps the op's current rule.
             keep: the names of arguments that are never cast.
 
         Raises:
             ValueError: the op, rule or argument is unknown, or the op is an in-place or ``out=`` variant. The
-                error names the most similar known name.
+                error message suggests the most similar known name.
         """
         names = overloads_of(op)
         given = None if rule is None else OpRule(rule)
@@ -324,7 +324,7 @@ class OpRules:
         return hashlib.sha256(self.content.encode()).hexdigest()[:16]
 
     def described(self, op: str) -> str:
-        """Return a string such as ``"fp32, keep weight"``: an op's rule and the arguments it never casts."""
+        """Return an op's rule and the arguments that are never cast, as in ``"fp32, keep weight"``."""
         kept = sorted(self.keep.get(op, ()))
         return self[op].value + (f", keep {', '.join(kept)}" if kept else "")
 

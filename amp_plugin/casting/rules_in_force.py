@@ -1,8 +1,8 @@
-"""Keeps the op rules that are in force in this process on a stack, which only this module changes.
+"""Keeps a stack of the op rules that are in force in this process. Only this module changes the stack.
 
 A region with ``rules=`` follows its own rules. All other regions, and all blocks of ``torch.autocast``,
 follow the topmost rules on the stack for their device. If the stack has no rules for the device, amp_plugin's
-regions follow the default rules on amp_plugin's kernels, and blocks of ``torch.autocast`` run on torch's
+regions follow the default rules. Without rules on the stack, blocks of ``torch.autocast`` run on torch's own
 kernels. ``set_default_rules``, ``AMP_PLUGIN_RULES``, ``amp-plugin run``, the trials of ``amp-plugin tune``
 and the adapters push rules onto the stack and pop them. ``csrc/rules_in_force.h`` explains how compiled code
 sees which rules are in force.
@@ -30,8 +30,7 @@ class Pushed:
     Attributes:
         numbers: maps each device type to the number of its rule set.
         file: the path of the rules file, as the user gave it, or ``""`` if the rules come from code.
-        was_read: True once a region or block on the rules' device type has looked up the rules in force and
-            found these.
+        was_read: True once an autocast region or block has read the rules of this entry.
     """
 
     numbers: dict[str, int]
@@ -54,7 +53,7 @@ def _put(pushed: Pushed, *, at: int) -> Pushed:
     _stack.insert(at, pushed)
     try:
         _show()
-    # These rules cannot be in force at the same time as the rules for another device type.
+    # RuntimeError means that these rules conflict with the rules in force for another device type.
     except RuntimeError:
         pop(pushed)
         raise
@@ -103,7 +102,7 @@ def _push_environment(device_type: str) -> None:
 
 
 def note_read(device_type: str) -> None:
-    """Record that a region or block has read the topmost rules of its device type."""
+    """Record that an autocast region or block has read the topmost rules for its device type."""
     here = [pushed for pushed in reversed(_stack) if device_type in pushed.numbers]
     from_file = next((pushed.numbers[device_type] for pushed in here if pushed.file), None)
     for pushed in here:
@@ -120,9 +119,8 @@ def set_default_rules(rules: OpRules | None) -> None:
 
     Args:
         rules: the new rules, which apply to the device type for which they were made. ``None`` removes the
-            rules that ``set_default_rules`` has set, on all device types. Blocks then follow the rules of
-            ``AMP_PLUGIN_RULES``, ``amp-plugin run`` or a framework plugin if there are any, and otherwise
-            torch's rules.
+            rules that ``set_default_rules`` has set, on all device types. Autocast blocks then follow rules
+            from ``AMP_PLUGIN_RULES``, ``amp-plugin run`` or a framework plugin, or else torch's rules.
 
     Raises:
         TypeError: ``rules`` are not OpRules.
@@ -159,9 +157,9 @@ def following(*rules: OpRules, file: str = "") -> Iterator[Pushed]:
 def rules_on_trial(rules: OpRules) -> Iterator[None]:
     """Inside the block, apply rules to ``torch.autocast`` and to regions without rules of their own.
 
-    The number of rule sets per process is limited. A trial does not count towards this limit, because the
-    rules on trial take the number of the default rules. Any number of rule sets can therefore be tried.
-    During a trial, compiled functions run eagerly.
+    The number of rule sets per process is limited. Rules on trial do not count towards this limit, because
+    the trial only replaces the default rules for a time. Any number of rule sets can therefore be tried.
+    Inside the block, functions compiled by torch.compile run eagerly.
 
     Raises:
         ValueError: ``AMP_PLUGIN_RULES`` is set, so regions would follow the rules of that file.

@@ -47,7 +47,7 @@ def made_class(original: type[nn.Module], methods: Methods, settings: Any) -> ty
 
 
 def change_class(module: nn.Module, methods: Methods, settings: Any) -> nn.Module:
-    """Change a module's class to a subclass with these methods. A second change replaces the first."""
+    """Change a module's class to a subclass that overrides methods. A second change replaces the first."""
     if isinstance(module, torch.jit.ScriptModule):
         msg = f"{type(module).__name__} is TorchScript and cannot be changed; apply this before scripting"
         raise TypeError(msg)
@@ -98,7 +98,7 @@ Target = TypeVar("Target")
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-# Device types with autocast, except those whose autocast state encodes the rules in force.
+# The device types with autocast, except the unused ones whose autocast dtype encodes the op rules.
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla")
 
 
@@ -189,7 +189,7 @@ class RunIn:
 
 
 def _is_bound(kind: type) -> bool:
-    """Return whether a class is already bound to its name. During its decoration it is not."""
+    """Return whether a class is bound to its name yet, which it is not while it is being decorated."""
     found: Any = sys.modules.get(kind.__module__)
     for part in kind.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -198,7 +198,7 @@ def _is_bound(kind: type) -> bool:
 
 def _apply_to_instance(module: nn.Module, settings: RunIn) -> nn.Module:
     compiled = vars(module).get("_modules", {}).get("_orig_mod")
-    # The torch.compile wrapper stays. Changing the class of the original module makes it recompile.
+    # Only the class of the module inside a torch.compile wrapper changes, which makes the module recompile.
     if compiled is not None:
         _apply_to_instance(compiled, settings)
         return module
@@ -239,7 +239,7 @@ def _function_in(function: Callable[..., Any], settings: RunIn) -> Callable[...,
         return output if back is None else cast_tensors(output, back)
 
     run.__script_unsupported = "run_in is not supported in script mode"  # type: ignore[attr-defined]
-    # Without this call, torch would script the wrapped function.
+    # Without ``ignore``, torch.jit.script would compile the wrapped function.
     torch.jit.ignore(run)  # type: ignore[no-untyped-call]
     return run
 
@@ -306,7 +306,8 @@ def apply_fp32_modules(
 
     Raises:
         ValueError: a pattern matches no module. The error names the most similar name.
-        TypeError: a matching module is never called itself (``ModuleList``). Match its children instead.
+        TypeError: a matching module is a container that is never called itself, such as ``ModuleList``. Match
+            its children instead.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     require_matches([model], patterns)

@@ -26,8 +26,8 @@ class RegionState:
         device_type: the device type, such as ``"cpu"``.
         dtype: the dtype to which autocast casts.
         enabled: False if autocast is off.
-        cache_enabled: True reuses the casts of weights inside the region. None keeps the setting of the
-            enclosing block.
+        cache_enabled: True reuses the casts of weights inside the region. None keeps the cache setting of the
+            enclosing autocast block.
         rules: the op rules, or None for the default rules.
     """
 
@@ -83,7 +83,8 @@ def autocast_module(module: Module, *states: RegionState) -> Module:
     Replicas of ``nn.DataParallel`` run in the autocast state of the thread that calls DataParallel, with the
     same dtype, cache flag and rules. (Torch passes only the enabled flag to replicas.)
 
-    In compiled code the state is applied only if autocast is off on the devices of ``states``.
+    In compiled code, the module changes the autocast state only if autocast is off on the devices of
+    ``states``.
 
     Args:
         module: the module or its ``nn.DataParallel`` wrapper. The module is changed in place.
@@ -139,7 +140,7 @@ def _refuse_script(module: nn.Module) -> nn.Module:
 
 
 def _missing_states(module: nn.Module, states: tuple[RegionState, ...]) -> tuple[RegionState, ...]:
-    """Return the autocast states that this thread must still open before it runs the module."""
+    """Return the autocast states to enter before the module runs, or () if the thread keeps its own state."""
     if is_compiling():
         on = any(torch.is_autocast_enabled(state.device_type) for state in states)
         return () if on else states

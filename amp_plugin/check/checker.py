@@ -64,7 +64,7 @@ class Found:
         line, column, end_line, end_column: the place in the file, counted from 1. In a notebook, lines are
             counted from the beginning of the cell.
         cell: the number of the notebook's code cell, counted from 1. It is 0 for a Python file.
-        detail: a string that replaces the rule's description, or "". If it contains a semicolon, the string
+        detail: a string that replaces the rule's description, or "". If the string contains a semicolon, it
             also replaces the rule's advice.
         source_line: the stripped text of the first line of the mistake.
         edits: the edits that fix the mistake.

@@ -86,7 +86,7 @@ def _returned_states(module: Module, reported: set[ast.AST]) -> Iterator[Hit]:
 
 
 def _saves(module: Module, call: ast.Call) -> bool:
-    """Return whether a call of ``torch.save`` or an imported function saves something without a scaler."""
+    """Return whether a call saves objects, by ``torch.save`` or an imported function, but no scaler."""
     function = call.func
     name = module.names.dotted(function).rpartition(".")[2]
     if not name and isinstance(function, ast.Name) and function.id not in module.names.functions:
@@ -99,9 +99,9 @@ def _saves(module: Module, call: ast.Call) -> bool:
 
 
 def _saved(module: Module, event: Event) -> Iterator[tuple[ast.AST, ast.AST, Scope]]:
-    """Yield the owner of each state that a call saves, and the expression and scope where it was found.
+    """Yield each object whose state a call saves, with the expression and scope in which it was found.
 
-    Functions other than ``torch.save`` may also be passed the object itself instead of its state.
+    A save function other than ``torch.save`` may be passed the object itself instead of its state.
     """
     is_torchs = module.names.dotted(event.call.func) == "torch.save"
     passed = [*event.call.args, *(word.value for word in event.call.keywords)]
@@ -112,7 +112,7 @@ def _saved(module: Module, event: Event) -> Iterator[tuple[ast.AST, ast.AST, Sco
 
 
 def _states(module: Module, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, ast.AST, Scope]]:
-    """Yield the owner of each state in an expression, or in items that are assigned to the variable."""
+    """Yield each object whose state an expression contains, directly or as an item assigned to a variable."""
     bound = module.names.bound
     for value, where in module.names.values(node, scope):
         for owner in _owners(value):

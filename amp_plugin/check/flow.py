@@ -50,7 +50,8 @@ class Region:
         dtype: "float16" or "bfloat16", or "" if the source does not say.
         is_on: False if the region is created with ``enabled=False``.
         is_sure: True if the program opens this region in every branch of the code.
-        when: the conditions from ``enabled=...`` under which the region is on, each with its value.
+        when: pairs of a condition in ``enabled=...`` and the value that the condition has if the region is
+            on.
     """
 
     device: str = ""
@@ -70,7 +71,7 @@ class Context:
 
     @property
     def region(self) -> Region | None:
-        """The innermost autocast region, or None if there is none or if it is disabled here."""
+        """The innermost autocast region, or None if no region is open or if that region is disabled."""
         inner = self.regions[-1] if self.regions else None
         if inner is None or not inner.is_on:
             return None
@@ -81,10 +82,10 @@ class Context:
         return replace(self, conditions=(*self.conditions, *facts(test, holds=holds)))
 
     def around(self, inner: Context) -> Context:
-        """Return the context of a place inside a function that is called in this context.
+        """Return the context of a statement in a function that is called in this context.
 
         Args:
-            inner: The context of the place within the called function.
+            inner: The context of the statement within its own function.
         """
         return Context(
             (*self.conditions, *inner.conditions),
@@ -93,11 +94,11 @@ class Context:
         )
 
     def excludes(self, other: Context) -> bool:
-        """Return True if two places are in opposite branches, so that only one of them can run."""
+        """Return True if two statements are in opposite branches, so that only one of them can run."""
         return any((text, not holds) in other.conditions for text, holds in self.conditions)
 
     def goes_with(self, other: Context) -> bool:
-        """Return True if one of two places runs whenever the other one runs."""
+        """Return True if one of two statements always runs when the other one does."""
         mine, its = {*self.conditions}, {*other.conditions}
         return not self.excludes(other) and (mine <= its or its <= mine)
 
@@ -114,8 +115,8 @@ class Event:
         who: the scaler, accelerator or scheduler whose method is called. If an optimizer steps without a
             scaler, ``who`` is the optimizer.
         optimizer: the optimizer that is passed to the scaler's method.
-        touches: the variables that are passed to an unknown function. If a method calls another method on
-            ``self`` that may use a scaler, ``self`` is included.
+        touches: if the effect of the call is unknown, the variables that are passed to it. If a method calls
+            another method on ``self`` that may use a scaler, ``self`` is included.
         position: the index of the event in its function.
     """
 
@@ -141,7 +142,7 @@ class Flow:
     Attributes:
         scope: the scope of the function.
         events: the events, in source order.
-        divisions: each division, with the context around it.
+        divisions: each division in the function, with the context around the division.
     """
 
     scope: Scope
@@ -248,7 +249,10 @@ class _Walker:
                     self.expression(child, context)
 
     def alternatives(self, node: ast.Try | ast.Match, context: Context) -> None:
-        """Walk through the blocks of a ``try`` or ``match``. At most one of its handlers or cases runs."""
+        """Walk through the blocks of a ``try`` or ``match``.
+
+        At most one handler or case of the statement runs.
+        """
         if isinstance(node, ast.Try):
             self.body(node.body, context)
             kind, blocks = "handler", [handler.body for handler in node.handlers]
@@ -433,7 +437,7 @@ def _when(call: ast.Call, dotted: str) -> tuple[tuple[str, bool], ...]:
 
 
 def flows_of(tree: ast.Module, names: Names) -> list[Flow]:
-    """Return the flows of a module. The first flow contains the statements outside of all functions."""
+    """Return a Flow for each function of a module, after one for the statements outside of all functions."""
     walker = _Walker(names)
     walker.function(tree, tree.body)
     return walker.flows

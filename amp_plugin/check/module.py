@@ -13,7 +13,7 @@ from amp_plugin.check.names import FunctionNode, Names, Scope, called, names_of
 
 
 class Edit(NamedTuple):
-    """An edit that replaces part of a line with new text. An empty part means that the text is inserted."""
+    """An edit that replaces part of a line with new text. If the part is empty, the edit inserts the text."""
 
     line: int  # from 1
     # Columns are counted in bytes of UTF-8, as in ``ast``.
@@ -112,7 +112,7 @@ class Module:
         return {flow.scope.node: flow for flow in self.flows}
 
     def region_around(self, context: Context, scope: Scope) -> Region | None:
-        """Return the autocast region around a place, or else around a call of the function it is in."""
+        """Return the autocast region around a statement or, if none, around a call of its function."""
         node = scope.node
         if context.regions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return context.region

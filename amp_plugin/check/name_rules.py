@@ -95,7 +95,7 @@ def _moved(
     Args:
         module: the module.
         node: the import.
-        uses: maps each local name to its name in torch. An empty name stands for the module ``amp``.
+        uses: maps each local name to its name in torch, or to "" for the module ``amp`` itself.
         device: "cuda" or "cpu".
         parents: maps each node to its parent.
         lines: the lines of the source.

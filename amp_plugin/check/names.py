@@ -231,7 +231,7 @@ def is_off(call: ast.Call) -> bool:
 
 
 def _targets(node: ast.AST) -> Iterator[str]:
-    """Yield the names of a function's local variables, to which the function assigns values."""
+    """Yield the names that a function assigns, which are its local variables."""
     declared = {
         name for part in ast.walk(node) if isinstance(part, (ast.Global, ast.Nonlocal)) for name in part.names
     }
@@ -360,14 +360,14 @@ def names_of(tree: ast.Module) -> Names:
     for call, scope in collector.calls:
         _bind_arguments(names, call, scope)
         _infer(names, call, scope)
-    # A second pass, because a later call may show that a variable is a scaler.
+    # A second pass is needed, because a later call may show that a variable is a scaler.
     for call, scope in collector.calls:
         _infer(names, call, scope)
     return names
 
 
 def called(names: Names, call: ast.Call, scope: Scope) -> FunctionNode | None:
-    """Return the function, method or ``forward`` in this module that a call runs, or None."""
+    """Return the function or method of this module that a call runs, such as ``forward``, or None."""
     function = call.func
     if isinstance(function, ast.Name) and function.id in names.functions:
         return names.functions[function.id]

@@ -141,7 +141,7 @@ def scaler_with_bf16(module: Module) -> Iterator[Hit]:
 
 
 def _is_on_with_regions(module: Module, enabled: ast.expr | None) -> bool:
-    """Return True if a scaler is always enabled, or enabled under the same condition as all regions."""
+    """Return True if a scaler is always enabled, or under the same condition as all autocast regions."""
     if enabled is None or (isinstance(enabled, ast.Constant) and enabled.value is True):
         return True
     when = tuple(facts(enabled, holds=True))
@@ -213,7 +213,7 @@ def _is_product(node: ast.AST) -> bool:
 
 
 def constant_out_of_range(module: Module) -> Iterator[Hit]:
-    """AMP014: Find fill values and eps that float16 cannot represent, for results of a matrix product."""
+    """AMP014: Find float16 matrix products with a fill value or eps that float16 cannot represent."""
     for flow in module.flows:
         places = [(event.call, event.context) for event in flow.events] + flow.divisions
         covered = []
@@ -254,7 +254,7 @@ def _divisors(node: ast.AST) -> Iterator[tuple[float, ast.AST]]:
 
 
 def _narrow_names(function: ast.AST) -> set[str]:
-    """Return the variables that hold a matrix product, or the result of an op that keeps its dtype."""
+    """Return the variables whose value has the dtype of a matrix product, directly or through other ops."""
     narrow: set[str] = set()
     for node in ast.walk(function):
         targets = node.targets if isinstance(node, ast.Assign) and _is_narrow(node.value, narrow) else []

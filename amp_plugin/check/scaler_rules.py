@@ -66,7 +66,7 @@ def _extra(event: Event, other: Event) -> set[tuple[str, bool]]:
 
 
 def _adds_no_doubt(event: Event, known: set[tuple[str, bool]]) -> bool:
-    """Return True if no condition of an event depends on the precision, apart from known conditions."""
+    """Return True if no condition around an event depends on the precision, apart from those in ``known``."""
     return not any(_PRECISION.search(text) for text, _ in {*event.context.conditions} - known)
 
 
@@ -107,7 +107,8 @@ def step_past_scaler(module: Module) -> Iterator[Hit]:
 def _has_stepped(flow: Flow, before: Event, step: Event) -> bool:
     """Return True if ``step`` always follows a scaler's step of the same optimizer and loss.
 
-    The step was meant for the branch without a scaler, but it is outside of that branch.
+    In this mistake, ``optimizer.step()`` was meant for the branch without a scaler, but stands outside that
+    branch.
     """
     is_next = before.position < step.position and before.context.loops == step.context.loops
     if not is_next or before.optimizer != step.who or _extra(step, before):
@@ -174,7 +175,7 @@ def _is_behind(update: Event, step: Event) -> bool:
 def _steps_each_batch(module: Module, flow: Flow, step: Event, update: Event) -> bool:
     """Return True if each iteration of the step's loop scales a loss and steps the same optimizer.
 
-    The result is False if the loop may end after the step, or may pass the scaler to other code.
+    The result is False if the loop may end after the step, or if the scaler may be passed to other code.
     """
     loop = step.context.loops[-1]
     if step.who is None or step.optimizer is None or not isinstance(loop, ast.For):
@@ -195,7 +196,7 @@ def _steps_each_batch(module: Module, flow: Flow, step: Event, update: Event) ->
 
 
 def _is_made_here(module: Module, event: Event) -> bool:
-    """Return True if this module creates the event's scaler, outside of classes that others may extend."""
+    """Return True if this module creates the event's scaler, and not in a class with base classes."""
     if event.who is None or event.who not in module.names.bound:
         return False
     owner = event.scope.owner()
@@ -264,7 +265,7 @@ def _turn(event: Event) -> tuple[object, ...]:
 
 
 def _follows_nothing(flow: Flow, update: Event, steps: list[Event]) -> bool:
-    """Return True if no step is in the same branch as the update, and nothing unscales before the update."""
+    """Return True if an update has no step in its branch and no earlier call unscales gradients."""
     before = [e for e in flow.events[: update.position] if not e.context.excludes(update.context)]
     is_plain = not (update.call.args or update.call.keywords)
     return (
@@ -375,7 +376,7 @@ def _goes_along(module: Module, event: Event, step: Event) -> bool:
     if (extra and knows_skips) or any(_RARELY.search(text) for text, _ in extra | missing):
         return False
     if event.scope is not step.scope and any("sch" not in text.lower() for text, _ in extra):
-        # The condition may be what the other function returns, such as whether a step was taken.
+        # The extra condition may be the result of the function that steps, such as whether a step was taken.
         return False
     return _adds_no_doubt(event, {*step.context.conditions})
 
@@ -464,7 +465,7 @@ def _prepared(module: Module, flow: Flow) -> str:
 
 
 def _last_before(flow: Flow, event: Event, *kinds: str) -> Event | None:
-    """Return the last event of these kinds before an event, or None if they do not run together."""
+    """Return the last event of ``kinds`` before ``event``, or None if the two do not run together."""
     earlier = flow.events[: event.position]
     found = [e for e in earlier if e.kind in kinds and not e.context.excludes(event.context)]
     return found[-1] if found and found[-1].context.goes_with(event.context) else None

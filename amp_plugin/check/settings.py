@@ -24,8 +24,8 @@ class Settings:
     """The settings of a check, with the rules to check and the paths to leave out.
 
     Attributes:
-        select: codes of the rules to check, or prefixes of codes ("AMP01" selects AMP010 to AMP019). If it is
-            empty, all rules are checked.
+        select: codes of the rules to check, or prefixes of codes ("AMP01" selects AMP010 to AMP019). If
+            ``select`` is empty, all rules are checked.
         ignore: codes of the rules to leave out, or prefixes of codes.
         exclude: patterns of paths to leave out, such as ``tests/*``, relative to ``root``.
         baseline: the file of known mistakes (baseline), or None.

@@ -21,8 +21,9 @@ from amp_plugin.program import Program, program_named, reads_arguments, run_prog
 class ScriptCommand(TyperCommand):
     """A command that runs a script, and passes all arguments after the script's name to the script.
 
-    If an argument after the script is also an option of the command, the command prints a line that says
-    which of the two gets it. If the script reads no arguments, the command gets such an argument.
+    If an argument after the script's name is also an option of the command, the command prints whether the
+    script or the command gets the argument. Arguments that match an option go to the command if the script
+    reads no arguments.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -41,8 +41,8 @@ def gap(
     """Find out why the log-probabilities of a trainer and a generator differ, and what closes the gap.
 
     The script runs in a copy of this folder, up to the first call in which its model computes logits with
-    gradients enabled. After that, this model computes the log-probabilities of the rollout, in the script's
-    autocast block.
+    gradients enabled. The model then computes the log-probabilities of the tokens in the rollout file, inside
+    the script's autocast block.
 
     The exit code is 0 if rounding alone explains the gap, 1 if the gap has another cause or is not explained,
     and 2 if the file or an option is wrong.

@@ -68,7 +68,7 @@ def _find_non_finite(
     from amp_plugin.scaling.ranks import rank_of_process  # noqa: PLC0415
 
     def tell_at_once(finding: Finding) -> None:
-        """Print a rank's finding immediately, because a launcher ends all ranks as soon as one rank ends."""
+        """Print a rank's result immediately, because a launcher ends all ranks when one rank exits."""
         if finding.rank is not None and not as_json:
             _print_finding(finding)
 
@@ -110,7 +110,7 @@ def _measure(
     rows: int,
     as_json: bool,
 ) -> None:
-    """Run a program, and record its ops, compare them with a wider dtype, or compare compiled graphs."""
+    """Run a program to record its ops, or to compare them with a wider dtype or with eager mode."""
     import torch  # noqa: PLC0415 - takes seconds
 
     from amp_plugin.numerics.compiled import CompiledComparison  # noqa: PLC0415 - loads torch

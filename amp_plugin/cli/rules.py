@@ -73,9 +73,10 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
-    """Return the set of rules for each word, which is a name or a file. All sets are for one device type.
+    """Return the op rules for each word, which is the name of a policy or the path of a YAML file.
 
-    The default device type is that of a rules file or, without a file, that of this machine's accelerator.
+    All op rules are for one device type. If ``device`` is None, the device type comes from a rules file or,
+    if no word is a file, from this machine's accelerator.
     """
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
     from amp_plugin.hardware import default_device  # noqa: PLC0415 - loads torch
@@ -149,12 +150,12 @@ def tune(
 ) -> None:
     """Find op rules that save memory, save casts or avoid an overflow, and write them to a file.
 
-    The script runs about fifty times in a copy of this folder, each time up to its first backward passes. The
-    script's output is dropped. Autocast blocks in the script must not set rules themselves.
+    The script runs about fifty times in a copy of this folder. Each run stops after the first backward
+    passes. The script's output is dropped. Autocast blocks in the script must not set rules themselves.
 
-    With --formats, the command emulates each Linear layer in each format, on any machine. The command then
-    prints the errors of each layer, and writes the chosen formats to files for amp_plugin, torchao and
-    TransformerEngine.
+    With --formats, the command emulates each Linear layer in each format below 16 bits, such as fp8, on any
+    machine. The command then prints the errors of each layer, and writes the chosen formats to files for
+    amp_plugin, torchao and TransformerEngine.
     """
     output = output or Path("formats.yaml" if formats else "rules.yaml")
     if formats and (goal != "memory" or plot is not None):

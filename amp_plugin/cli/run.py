@@ -56,7 +56,7 @@ def run(
     """Run a program with amp_plugin, without editing the program. The exit code is the program's.
 
     Until the process ends, torch.autocast, torch.amp.GradScaler, Accelerate's Accelerator and Lightning's
-    Trainer and Fabric use amp_plugin. The same holds in processes that the program starts. The program need
+    Trainer and Fabric use amp_plugin. Processes that the program starts use amp_plugin too. The program need
     not import amp_plugin. To train with several processes, use: torchrun -m amp_plugin run train.py
     """
     from amp_plugin.adapters.takeover import Takeover  # noqa: PLC0415 - for this command only
@@ -81,7 +81,7 @@ def run(
 
 @contextmanager
 def _noted(errors: list[BaseException]) -> Iterator[None]:
-    """Append an error that is raised in the block to ``errors``, and raise it again."""
+    """If the block raises an error, append the error to ``errors`` and raise it again."""
     try:
         yield
     except BaseException as error:

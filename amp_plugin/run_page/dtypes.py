@@ -37,7 +37,8 @@ class Survey:
     """Watches the first training step of models, and reports the dtypes in which their modules compute.
 
     A module is said to compute in the dtype of its matrix products and convolutions, including those of its
-    submodules. For a module without matrix products and convolutions, the dtype of its first result counts.
+    submodules. A module without matrix products and convolutions is said to compute in the dtype of its first
+    result.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -83,8 +84,8 @@ class Survey:
     def dtype_of(self, module: str) -> torch.dtype:
         """Return the dtype in which a module's gradients are computed.
 
-        A module's gradients have the dtype of its results. If that dtype is not known, the dtype of the
-        autocast region counts.
+        A module's gradients have the dtype of its results. If the dtype of the results is not known, the
+        dtype of the autocast region is returned.
         """
         lowest = next((state.dtype for state in self._states if state.enabled), torch.float32)
         return self._results.get(module, lowest)
@@ -126,7 +127,7 @@ class Survey:
 
 
 def _product_dtypes(made: Sequence[object], given: Sequence[object]) -> list[torch.dtype]:
-    """Return the dtypes of the matrix products between a module's inputs and results, without duplicates.
+    """Return the distinct dtypes of the matrix products that compute a module's results from its inputs.
 
     The dtypes are read from the autograd graph. The list is empty if there is no graph, for example in
     compiled code, or if the module multiplies no matrices.
@@ -143,7 +144,8 @@ def _product_dtypes(made: Sequence[object], given: Sequence[object]) -> list[tor
             continue
         seen.add(node)
         if _PRODUCT.fullmatch(node.name()):
-            found[node._input_metadata[0].dtype] = None  # the incoming gradient has the result's dtype
+            # The gradient that an autograd node receives has the dtype of the op's result.
+            found[node._input_metadata[0].dtype] = None
         waiting += [before for before, _ in node.next_functions if before is not None]
     return [*found]
 

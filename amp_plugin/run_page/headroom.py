@@ -1,8 +1,8 @@
 """Measure how close each module's gradients come to the limits of their dtype.
 
-Gradients are read after the optimizer step, when they are unscaled and clipped. The gradients are multiplied
-by the loss scale and divided by the clip factor, which gives the values that the backward pass computed. The
-largest magnitude is exact. The fraction of zeros is estimated from a sample of the elements.
+Gradients are read after the optimizer step, when they are already unscaled and clipped. Multiplying the
+gradients by the loss scale and dividing them by the clip factor restores the values that the backward pass
+computed. The largest magnitude is exact. The fraction of zeros is estimated from a sample of the elements.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FAR = 16  # in bf16 and fp32, a module with more bits of headroom than this is 
 def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the names and parameters of models.
 
-    If there are several models, a name looks like ``Critic[1].layer.weight``.
+    If there are several models, each name begins with its model, as in ``Critic[1].layer.weight``.
     """
     for prefix, model in prefixes(models):
         for name, param in model.named_parameters():
@@ -52,9 +52,9 @@ class Headroom:
             param: rows.setdefault(_owner(name), len(rows)) for name, param in named_parameters(models)
         }
         self.modules = list(rows)
-        self.first: list[int] = []  # the first step of each column of the map
+        self.first: list[int] = []  # the first optimizer step of each column of the heat map
         self.last: list[int] = []
-        # Tensors of shape modules x columns. An entry is nan if the module had no gradient.
+        # Tensors of shape modules x heat-map columns. An entry is nan if the module had no gradient.
         self._largest = self._zeros = torch.empty(len(rows), 0)
         self.reads, self.seconds = 0, 0.0
         self._began = time.perf_counter()
@@ -64,7 +64,7 @@ class Headroom:
         return self.seconds <= BUDGET * (time.perf_counter() - self._began)
 
     def note_overflow(self, step: int, names: Iterable[str]) -> None:
-        """Add a skipped step to the map, given the names of the parameters that overflowed.
+        """Add a skipped step to the heat map, given the names of the parameters whose gradients overflowed.
 
         No gradient is read.
         """
@@ -96,7 +96,10 @@ class Headroom:
         self._add(step, nothing.scatter_reduce(0, rows, norms, "amax", include_self=False), zeros)
 
     def _add(self, step: int, largest: Tensor, zeros: Tensor) -> None:
-        """Add a column to the map. If the map is full, neighbouring columns are first merged in pairs."""
+        """Add a column to the heat map.
+
+        If the heat map has its maximum width, neighbouring columns are first merged in pairs.
+        """
         if len(self.first) == _MOST_COLUMNS:
             self.first, self.last = self.first[::2], self.last[1::2]
             self._largest = torch.fmax(self._largest[:, ::2], self._largest[:, 1::2])
@@ -107,17 +110,17 @@ class Headroom:
         self._zeros = torch.cat([self._zeros, zeros[:, None]], dim=1)
 
     def bits(self, dtypes: Mapping[str, torch.dtype]) -> Tensor:
-        """Return how many times the largest gradient could double before it overflows (modules x columns).
+        """Return how often the largest gradient could double before overflow (shape: modules x columns).
 
-        An entry of -1 means that the gradient has overflowed.
+        An entry is -1 if the gradient has overflowed.
         """
         limits = [[torch.finfo(dtypes[name]).max] for name in self.modules]
         return (torch.tensor(limits, dtype=torch.float64) / self._largest).log2().clamp(min=-1.0)
 
     def nearest(self, dtypes: Mapping[str, torch.dtype]) -> list[str]:
-        """Return a sentence about the module that came closest to overflow in steps that were not skipped.
+        """Return a list with one sentence about the module that came closest to overflow in taken steps.
 
-        The list is empty if no module came near overflow.
+        If no module came near overflow, return an empty list.
         """
         bits = self.bits(dtypes).nan_to_num(nan=math.inf)
         bits[:, (bits < 0).any(dim=0)] = math.inf
@@ -131,7 +134,7 @@ class Headroom:
         return [f"{name or '(model)'}: {at} {doubled}"]
 
     def cells(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
-        """Return the map as a dict, with module names, steps, bits of headroom and zeros in percent."""
+        """Return the heat map as a dict of module names, steps, bits of headroom and percentages of zeros."""
         bits = self.bits(dtypes)
         padded = nn.functional.pad(bits.nan_to_num(nan=math.inf), (0, 1), value=math.inf)
         order = sorted(padded.amin(dim=1).argsort()[:_MOST_ROWS].tolist())

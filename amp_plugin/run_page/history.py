@@ -39,7 +39,8 @@ class Skip:
     in_a_row: int  # the number of consecutive skipped steps, including this one
     report: OverflowReport
     loss: float | None
-    lowering_helps: bool = True  # False if skips continue far below a loss scale that worked before
+    # False if steps are skipped although the loss scale is far below a value that worked before.
+    lowering_helps: bool = True
 
     @property
     def parameters(self) -> str:
@@ -48,7 +49,7 @@ class Skip:
 
     @property
     def meaning(self) -> str:
-        """One line that says what the skipped step means."""
+        """One line about the possible cause of the skipped step."""
         return replace(self.report, scaled=self.report.scaled and self.lowering_helps).meaning()
 
     @property
@@ -60,7 +61,8 @@ class Skip:
     def blames_scale(self) -> bool:
         """Whether a lower loss scale would help.
 
-        A lower scale helps if, as far as is known, the loss was finite and only gradients were not.
+        A lower loss scale helps if gradients are non-finite although the loss and the forward pass seem to be
+        finite.
         """
         if self.is_spike or self.scale is None or not self.lowering_helps:
             return False
@@ -78,7 +80,7 @@ class History:
     def __init__(self) -> None:
         self.steps = self.skipped = self._zero_steps = 0  # numbers of steps of all optimizers
         self.is_wrong = False  # whether the last step was skipped or had a non-finite loss or gradient
-        self.growth = 1.0  # the factor by which weights had grown at the last step that went wrong
+        self.growth = 1.0  # the factor by which weights had grown at the last skipped or non-finite step
         # The steps whose loss was not finite, or that updated weights with non-finite gradients.
         self.wrong_steps: list[int] = []
         self.skips: list[Skip] = []  # the first _MOST_SKIPS skipped steps
@@ -91,7 +93,7 @@ class History:
         self._losses: list[Tensor] = []
 
     def note_growth(self, factor: float) -> None:
-        """Record the factor by which weights have grown at a step that went wrong."""
+        """Record the factor by which weights have grown at a skipped or non-finite step."""
         self.growth = factor
 
     def hear_loss(self, loss: Any) -> None:
@@ -138,7 +140,7 @@ class History:
             self._note_help(result.name, after=number - result.in_a_row, helps=False)
 
     def _note_help(self, optimizer: str, *, after: int, helps: bool) -> None:
-        """Record whether a lower scale would prevent an optimizer from skipping steps after ``after``."""
+        """Record whether a lower loss scale would prevent an optimizer's skips after step ``after``."""
         if helps and optimizer not in self._unhelped:
             return
         (self._unhelped.discard if helps else self._unhelped.add)(optimizer)
@@ -151,7 +153,7 @@ class History:
     def finding_scale(self) -> list[Skip]:
         """The skipped steps at the beginning of a run, while the scaler searches for the loss scale.
 
-        The list is empty if all steps were skipped.
+        If every step of the run was skipped, the property is an empty list.
         """
         if self.skipped == self.steps:
             return []

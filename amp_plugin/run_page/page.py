@@ -21,7 +21,7 @@ _TOO_HIGH: Final = (
     "the loss scale was too high for the gradients, so the scaler lowered it; this is how it finds the scale"
 )
 _LOSS_GROWN: Final = 100.0  # training counts as diverged if the loss grows by this factor
-_OFTEN: Final = 0.05  # a change is proposed if more than this fraction of steps is skipped
+_OFTEN: Final = 0.05  # the report proposes a change if more than this fraction of steps is skipped
 
 
 @cache
@@ -109,7 +109,7 @@ def in_short(history: History, nearest: list[str], unseen: list[str], diagnose: 
 
 
 def _reasons(history: History) -> list[str]:
-    """Return each reason for which steps were skipped, with the numbers of these steps."""
+    """Return a string for each reason why steps were skipped, with the numbers of the skipped steps."""
     steps: dict[str, list[int]] = {}
     # Maps a reason to the parameters of the first step that was skipped for this reason.
     first: dict[str, str] = {}
@@ -176,9 +176,10 @@ _POWER_OF_TWO: Final = (  # a tick label of the loss scale
     "datum.value >= 1 && datum.value < 1000 || abs(log(datum.value) / LN2 - round(log(datum.value) / LN2)) "
     "> 1e-6 ? format(datum.value, '~g') : '2^' + format(log(datum.value) / LN2, '.0f')"
 )
-# Selects a point between two gaps, because a line would not show it.
+# Selects isolated points, with missing values on both sides, because a line chart does not show them.
 _ALONE: Final = "isValid(datum.value) && !isValid(datum.previous) && !isValid(datum.next)"
-_LABEL: Final = 27  # module names next to a map have this many characters, or more if two would be equal
+# Module names beside a heat map are cut to this many characters, or to more if two names would be equal.
+_LABEL: Final = 27
 _ROW, _MAP_HEIGHT = 18, 620
 
 
@@ -207,10 +208,9 @@ def _steps(alt: Any, column: str) -> Any:
 
 
 def _has_alone(curves: dict[str, list[Any]], columns: list[str], base: int | None) -> bool:
-    """Return whether any point of a curve lies between two gaps.
+    """Return whether a curve has an isolated point, with missing values on both sides.
 
-    A chart layer for lone points is only drawn if there are any, because a layer without points has no
-    extent.
+    A chart gets a layer for isolated points only if it has such points, because an empty layer has no extent.
     """
     for name in columns:
         shown: dict[str, list[bool]] = {}
@@ -273,7 +273,7 @@ def _skips(alt: Any) -> Any:
     return alt.layer(rules, heads.encode(y=alt.value(4)))
 
 
-_MAPS: Final = {  # maps the name of a map to its legend, description, domain and colours
+_MAPS: Final = {  # maps the name of each heat map to its legend, description, domain and colours
     "bits": (
         "bits left",
         "Bits of headroom of each module's largest gradient, by step",
@@ -304,7 +304,7 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def map_charts(modules: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return two maps over modules and steps, one for the bits of headroom and one for the share of zeros."""
+    """Return two heat maps of gradients by module and step, one of the bits of headroom and one of zeros."""
     import altair as alt  # noqa: PLC0415 - of the extra
 
     rows, shorter = len(modules), short_names(modules)

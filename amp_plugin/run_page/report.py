@@ -43,13 +43,14 @@ from amp_plugin.scaling.overflows import OverflowReport, names_of
 from amp_plugin.scaling.ranks import rank_of_process
 from amp_plugin.scaling.step_log import StepLog, StepResult, new_logs
 
-_SECONDS: Final = 10.0  # the file is written again after this many seconds at the earliest
-_MOST_GROWTHS: Final = 20  # the growth of weights is measured after at most this many steps that went wrong
+_SECONDS: Final = 10.0  # the shortest time between two writes of the file, in seconds
+# The growth of the weights is measured after at most this many skipped or non-finite steps.
+_MOST_GROWTHS: Final = 20
 _PACKAGES: Final = ("torch", "amp_plugin", "accelerate", "lightning", "pytorch_lightning", "transformers")
 
 
 class RunReport:
-    """The context manager that ``report`` returns. A run is watched while the block is open.
+    """The context manager that ``report`` returns, which watches a training run while its block is open.
 
     The report only reads from the run. If the report fails, it gives one warning and stops, and the run
     continues.
@@ -65,7 +66,7 @@ class RunReport:
         models: nn.Module | Sequence[nn.Module],
         path: str | Path,
         *,
-        options: object = None,  # a dataclass of options, which the report shows
+        options: object = None,  # a dataclass whose fields the report shows as options
     ) -> None:
         require_libraries()
         self._log, self._options = log, options
@@ -169,7 +170,7 @@ class RunReport:
                 self._try_to_write()
 
     def _named(self, report: OverflowReport, optimizer: Optimizer) -> OverflowReport:
-        """Return the overflow report with the model's names for parameters that have only a number."""
+        """Return the overflow report, with the model's parameter names in place of numbers."""
         names = {id(param): name for name, param in named_parameters(self._models)}
         params = list(params_of(optimizer))
         numbered = names_of(params, optimizer, {})
@@ -283,7 +284,8 @@ def report(scaler: Any, model: nn.Module, path: str | Path = "run.html") -> RunR
 
 def _claimed(path: Path, stack: ExitStack) -> Path:
     """Return the first path to which no other run is writing, and lock it until ``stack`` is closed."""
-    if is_watched():  # diagnose repeats the user's run, and must not overwrite the report of that run
+    # ``amp-plugin diagnose`` repeats the user's run, and must not overwrite the report of that run.
+    if is_watched():
         path = path.with_name(f"{path.stem}-diagnose{path.suffix}")
     path.parent.mkdir(parents=True, exist_ok=True)
     number, chosen = 1, path
@@ -317,9 +319,10 @@ def program_page(path: Path, program: str) -> Iterator[None]:
 
     At the end, the path of the report is printed.
 
-    The report takes its steps from a scaler, plugin or accelerator of this package. If there are several, the
-    report uses the last one made before the model is first called. If there are none, the report watches all
-    optimizer steps, just before they are taken.
+    The report takes its steps from a scaler, plugin or accelerator of amp_plugin. If the program makes
+    several scalers, plugins or accelerators, the report uses the last one made before the model is first
+    called. If the program makes no scaler, plugin or accelerator, the report watches all optimizer steps,
+    just before they are taken.
     """
     logs: list[weakref.ref[StepLog]] = []
     pages: list[RunReport] = []

@@ -43,7 +43,8 @@ def fully_shard(
             sharded do not change.
         plan: The plan of dtypes. FSDP does not cast the inputs of units, because autocast casts the inputs of
             each op.
-        units: Modules of the model, usually its layers. A unit's weights are gathered when the unit runs.
+        units: The modules that become FSDP units, usually the layers of the model. A unit's weights are
+            gathered when the unit runs.
         root: The model to which the names in ``plan.fp32_modules`` refer, if it is not ``model``.
         **options: Options of torch's ``fully_shard``, such as ``mesh``, ``reshard_after_forward`` and
             ``offload_policy``.
@@ -97,8 +98,8 @@ def shard_unit(
     members = unit if isinstance(unit, list) else [unit]
     apart = _outermost(members, in_fp32)
     if has_dtypes_by_parameter():
-        # This torch release can gather each weight in its stored dtype or in a lower one.
-        # Therefore float32 weights that stay in fp32 need no separate unit.
+        # From torch 2.15 on, one FSDP unit can gather some weights in float32 and others in 16 bits.
+        # So fp32 modules whose weights are stored in float32 need no FSDP unit of their own.
         beside = [m for m in apart if m not in members and HALVES.isdisjoint(p.dtype for p in m.parameters())]
         apart = [module for module in apart if module not in beside]
         kept = {id(param) for module in beside for param in module.parameters()}

@@ -33,7 +33,8 @@ class DtypePlan:
         weights: How trainable weights are stored, as in ``store_weights``. FSDP1 supports only ``"fp32"``.
 
     Raises:
-        ValueError: A value is not allowed, or ``weights`` and ``compute`` name different 16-bit dtypes.
+        ValueError: An option has an invalid value, or ``weights`` and ``compute`` name different 16-bit
+            dtypes.
         TypeError: ``fp32_modules`` is a single string instead of a list.
 
     Example:
@@ -75,7 +76,7 @@ class DtypePlan:
                 in fp32.
 
         Raises:
-            ValueError: A pattern matches no module. The message suggests the most similar name.
+            ValueError: A pattern matches no module. The error message suggests the most similar module name.
         """
         require_matches([model], self.fp32_modules)
         whole = [model] if self.compute_dtype is torch.float32 else []

@@ -1,6 +1,6 @@
 """Reports the dtypes that a sharded model really uses, and compares them with a plan.
 
-The module reads private state of torch's ``fully_shard`` and FullyShardedDataParallel.
+The dtypes are read from private attributes of torch's ``fully_shard`` and FullyShardedDataParallel.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ class ShardUnit:
         engine: What shards the unit: ``"fsdp2"``, ``"fsdp1"``, ``"ddp"`` (each rank holds all weights) or
             ``"none"``.
         stored: The distinct dtypes of the unit's trainable weights between steps, or of its frozen weights if
-            none is trainable. For weights that are stored as 16-bit pairs, ``stored`` has the 16-bit dtype.
-            There are several dtypes if some weights of the unit stay in float32.
+            none is trainable. If a weight is stored as a 16-bit value and a remainder, ``stored`` contains
+            the dtype of the 16-bit value. ``stored`` contains several dtypes if some weights of the unit stay
+            in float32.
         gathered: The dtype in which the unit's weights are gathered and used in forward, or ``torch.uint8``
             if torch gathers weights of several dtypes together, as bytes.
         reduced: The dtype in which the unit's gradients are reduced, or None if all its weights are frozen.
-        parameters: The number of elements of the unit on all ranks. Under tensor parallelism, only this
-            rank's elements are counted.
+        parameters: The number of elements in the unit's weights before sharding. Under tensor parallelism,
+            only this rank's elements are counted.
         local_bytes: The bytes of the unit's weights on this rank, including ``remainder_bytes``.
         remainder_bytes: The bytes of the remainders or float32 copies of weights that are stored in 16 bits.
         state: The format of the moments of the unit's trainable weights: ``"fp32"``, ``"bf16"`` or
@@ -94,7 +95,7 @@ def _fsdp_units(model: nn.Module) -> list[ShardUnit]:
 
 
 def _inner_first(units: Iterable[ShardUnit | None]) -> list[ShardUnit]:
-    """Sort units from the order of ``named_modules()``, so that each unit comes after the units inside it."""
+    """Reorder units from the order of ``named_modules()``, so that each follows the units inside it."""
     ordered: list[ShardUnit] = []
     # The units that contain the current unit, from the outermost to the innermost.
     around: list[ShardUnit] = []
@@ -143,9 +144,9 @@ def _unit(
     gathered: Iterable[torch.dtype] = (),
     reduced: torch.dtype | None = None,
 ) -> ShardUnit | None:
-    """Return the unit that consists of these weights, or None if there are no weights.
+    """Return the ShardUnit for the weights ``params``, or None if ``params`` is empty.
 
-    The default of ``gathered`` and ``reduced`` is the dtype in which the first weight is stored.
+    If ``gathered`` or ``reduced`` is not given, the dtype in which the first weight is stored is used.
     """
     if not params:
         return None
@@ -212,7 +213,7 @@ class ModelDtypes:
         return table
 
     def __rich__(self) -> Group:
-        """Return a table of the units and, if modules were called, a table of these calls."""
+        """Return a table of the FSDP units and, if modules were called, a table of the module calls."""
         titles = ("parameters", "stored", "gathered", "reduced", "bytes\nhere", "moments")
         # On a narrow screen, only names are shortened; these columns keep their full width.
         columns = (Column(title, no_wrap=True) for title in titles)
@@ -237,7 +238,7 @@ _WITH_REMAINDERS: Final = "the bytes of weights that are stored in 16 bits inclu
 
 
 class _Name:
-    """A name in a table. If the name does not fit, an ellipsis replaces the middle of the name."""
+    """A name in a table. If its column is too narrow, an ellipsis replaces the middle of the name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -265,8 +266,8 @@ def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
     given, the model does not run and the report covers only its weights. The native core is not needed.
 
     Args:
-        model: A plain model, or a model that is wrapped by DDP or FSDP or sharded by ``fully_shard``. For a
-            compiled module, the report shows inputs and outputs, but nothing about its submodules.
+        model: The model, which may be wrapped in DDP or FSDP, or sharded by ``fully_shard``. For a compiled
+            module, the report shows inputs and outputs, but nothing about its submodules.
         *inputs: The positional arguments of the model.
         **named: The keyword arguments of the model.
 
@@ -293,7 +294,7 @@ def module_calls(model: nn.Module) -> Iterator[list[ModuleDtypes]]:
     Calls that end with an exception are left out.
     """
     calls: list[ModuleDtypes] = []
-    # The keys are ids, because the hash of a module can change (as for torchmetrics' metrics).
+    # Maps id(module) to the module's name, because the hash of some modules changes (torchmetrics' metrics).
     names = {id(module): name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -306,7 +307,7 @@ def module_calls(model: nn.Module) -> Iterator[list[ModuleDtypes]]:
             if call.outputs is None and call.module == names[id(module)]:
                 call.outputs = _dtypes(output)
                 return
-        # If there is no match, the call began before the block.
+        # A module call that began before the block has no entry in ``calls``.
 
     modules = list(model.modules())
     hooks = [module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True) for module in modules]
@@ -405,7 +406,7 @@ class CollectiveLog(list[Collective]):
     """The collectives that this process called in a block, in order."""
 
     def table(self) -> Table:
-        """Return a rich table with a row for each kind of call, with the number of calls."""
+        """Return a rich table with one row for each distinct collective, and the number of its calls."""
         table = Table("collective", "dtype", "elements", "bytes", "ranks", "calls", title="Collectives")
         for call, count in Counter(self).items():
             sizes = f"{call.elements:,}", f"{call.bytes:,}", str(call.ranks)
@@ -435,7 +436,7 @@ def log_collectives() -> Iterator[CollectiveLog]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records collectives below autograd and autocast, where tensors have the dtype that is sent."""
+    """Records collectives below autograd and autocast, where tensors have the dtype that is transmitted."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -444,8 +445,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op, and record it if it is a collective.
 
-        Ops on DTensors are declined. DTensor then runs ops on plain tensors instead, and those are recorded
-        here.
+        Ops on DTensors are left to DTensor, which calls this method again with ops on plain tensors.
         """
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented

@@ -1,19 +1,20 @@
 """Assertions about numerics, whose tolerances are measured in the run itself.
 
-Each op runs twice, in the program's dtypes and in a wide dtype whose rounding is negligible. The number
-``explained`` is how far a result may differ from the wide run through rounding alone, as a relative
-difference. It combines two numbers as the square root of the sum of their squares:
+Each op runs twice, in the program's dtypes and in a wide dtype whose rounding is negligible. For each result,
+``explained`` is the largest relative difference from the wide-dtype run that rounding alone can cause.
+``explained`` is the square root of the sum of the squares of two numbers:
 
-- The rounding of the op itself is its own relative error, but at most half an eps of its dtype.
-- The rounding of earlier ops is the largest ``explained`` of the op's inputs.
+- The first number is the relative error of the op itself, but at most half an eps of its dtype.
+- The second number is the largest ``explained`` of the op's inputs, which stands for the rounding of earlier
+  ops.
 
 Some derivatives are discontinuous, such as the derivative of relu at 0. If rounding moves an input across a
 discontinuity, the result changes by more than rounding alone. Therefore the fraction of elements that cross a
 discontinuity is added to ``explained``, up to three times the ``explained`` of the input.
 
-An assertion fails if a loss, or the gradients of a step, differ from the wide run by more than three times
-``explained``. An assertion also fails if rounding the weights loses a larger part of an update than
-``3 * explained``.
+An assertion fails if a loss, or the gradients of a step, differ from the wide-dtype run by more than three
+times ``explained``. An assertion also fails if rounding the weights loses a larger part of an update than
+three times ``explained``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from amp_plugin.numerics.run_recorder import RunRecorder
 from amp_plugin.numerics.shadow import WideRun
 from amp_plugin.numerics.values import Storages, distance, is_low_precision, unwatched
 
-# A well-conditioned program amplifies rounding by at most this factor. ``compare`` uses it too.
+# A well-conditioned program amplifies rounding by at most this factor. ``compare`` uses the same factor.
 _GROWTH: Final = 3.0
 # Ops that have discontinuous derivatives, or that select elements.
 _KINKS: Final = frozenset(
@@ -86,7 +87,7 @@ def _turned(result: Tensor, exact: Tensor) -> float:
 
 
 class _Trained(WideRun):  # type: ignore[no-untyped-call]
-    """Runs a program together with its wide run, and measures how large a difference rounding can explain."""
+    """Runs each op in a wide dtype too, and measures how large a difference rounding alone can explain."""
 
     def __init__(self, reference: torch.dtype) -> None:
         super().__init__(None, reference)
@@ -98,7 +99,10 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
         self.origin: _Origin | None = None
 
     def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
-        """Compute ``explained`` of a result. Remember the first op whose result exceeds its tolerance."""
+        """Compute ``explained`` of a result.
+
+        Record the first op whose result differs by more than its tolerance.
+        """
         if not result.is_floating_point():
             return
         own = distance(result, exact) if exact is not None else 0.0
@@ -128,7 +132,7 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
         return _GROWTH * max(explained, torch.finfo(torch.float32).eps)
 
     def judge(self, what: str, tensors: Iterable[Tensor]) -> None:
-        """Record tensors that, as one vector, differ too much from the wide run."""
+        """Compare tensors, as one vector, with the wide-dtype run, and record too large a difference."""
         error = size = explained = 0.0
         for tensor in tensors:
             shadow = in_widest_float(self.shadows.of(tensor))
@@ -185,12 +189,13 @@ def assert_trains_like(
             ``step`` returns a tensor, it is the loss. If ``precision`` is given, the function is passed an
             autocast region, and must open the region around its forward pass.
         reference: the dtype of the reference run.
-        precision: the dtype of the autocast region. By default the function ``step`` opens its own region.
+        precision: the dtype of the autocast region. By default, ``step`` opens its own autocast region.
         steps: the number of steps to run.
         device: the device type of the autocast region.
 
     Raises:
-        AssertionError: a difference is too large. The message names the first op with its module and line.
+        AssertionError: a difference is too large. The error message names the first op that differs, its
+            module and its line.
         ValueError: an option is unknown.
 
     Example:
@@ -241,9 +246,10 @@ def _regions(precision: str | None, device: str) -> list[torch.autocast]:
 def assert_same_numerics(run: Callable[[], Any], golden: str | Path, *, steps: int = 10) -> None:
     """Fail if a program's results differ from its golden file by more than rounding explains.
 
-    The result of each op is compared with the recorded result. The tolerance is the rounding of the result's
-    dtype, plus the difference that the op's inputs already have. Therefore a file that was recorded on one
-    machine with one torch release is also valid on others. ``pytest --amp-record`` writes the file.
+    The result of each op is compared with the recorded result. The tolerance is the rounding error of the
+    result's dtype, plus the difference between the op's inputs in the two runs. Therefore a file that was
+    recorded on one machine with one torch release is also valid on others. ``pytest --amp-record`` writes the
+    file.
 
     Args:
         run: a function that sets the random seed, creates a model, and trains it.
@@ -251,8 +257,8 @@ def assert_same_numerics(run: Callable[[], Any], golden: str | Path, *, steps: i
         steps: the number of optimizer steps to record.
 
     Raises:
-        AssertionError: a result differs too much. The message names the first op with such a result, its
-            module and its line.
+        AssertionError: a result differs too much. The error message names the first op whose result differs
+            too much, its module and its line.
         FileNotFoundError: the golden file does not exist, and ``--amp-record`` was not given.
         ValueError: the file is not a recording.
 

@@ -17,7 +17,10 @@ from amp_plugin.numerics.values import is_low_precision, unwatched
 
 
 class LostNumbers:
-    """A context manager that records lost steps and numbers. Call ``report()`` after its end."""
+    """A context manager that records skipped steps, lossy casts and non-finite numbers.
+
+    Call ``report()`` after its end.
+    """
 
     def __init__(self) -> None:
         self._diagnosis = Diagnosis(keep_going=True)
@@ -57,7 +60,7 @@ class LostNumbers:
         return counted
 
     def report(self) -> str:
-        """Return a string that lists the lost steps and numbers, or "" if nothing was lost."""
+        """Return text about skipped steps, lossy casts and non-finite numbers, or "" if there are none."""
         found = [str(finding) for finding in self._diagnosis.findings]
         found += self._casts.lines()
         if self._skips:
@@ -107,7 +110,7 @@ class _LostCasts:
                     self._lost[key] = self._lost.get(key, 0) + count
 
     def lines(self) -> list[str]:
-        """Return a string for each module and line that lost numbers."""
+        """Return a string for each module and line in which a cast lost values."""
         return [
             f"a cast to {dtype} lost {count} values by {kind}, in {module}, {place}"
             for (kind, dtype, module, place), count in self._lost.items()

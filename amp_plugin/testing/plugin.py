@@ -46,7 +46,7 @@ def no_lost_numbers() -> Iterator[LostNumbers]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Fail a test that uses the fixture if numbers were lost."""
+    """Fail a test if its fixture ``no_lost_numbers`` has recorded skipped steps or lost values."""
     result = yield
     watch = getattr(item, "funcargs", {}).get("no_lost_numbers")
     if watch is not None:

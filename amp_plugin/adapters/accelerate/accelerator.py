@@ -58,9 +58,9 @@ class AmpAccelerator(EntryPoint, Accelerator):
     ``mixed_precision="fp16"`` means float16 with a loss scale on every device, including the CPU. Other names
     of precisions are accepted too, such as ``"fp32"`` for ``"no"``, and ``"16-mixed"``.
 
-    Clipping is correct for any set of parameters and any number of calls. Within an accumulation window,
-    clipping does nothing. Several optimizers, closures, and optimizers without gradients are supported.
-    Without a GPU, the processes that torchrun starts form a process group on the CPU.
+    Gradients are clipped correctly for any set of parameters, and in any number of calls per step. Within an
+    accumulation window, clipping does nothing. Several optimizers, closures, and optimizers without gradients
+    are supported. Without a GPU, the processes that torchrun starts form a process group on the CPU.
 
     Under DeepSpeed, the options are translated into DeepSpeed config keys. Under Megatron-LM and XLA, a
     precision other than ``"no"`` raises an error. An fp8 library other than torchao raises an error too.
@@ -298,7 +298,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         return prepared
 
     def _region(self, precision: str, of_block: AutocastKwargs | None = None) -> RegionState:
-        """Return the autocast state for a precision, for models or a block with its own AutocastKwargs."""
+        """Return the autocast state for a precision, either for models or for a block with AutocastKwargs."""
         handler = of_block or self.autocast_handler or AutocastKwargs()
         mixed = precision in {"fp16", "bf16", "fp8"}
         runs = of_block is not None or (mixed and not self.session.replaces_autocast)
@@ -320,7 +320,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         return prepared
 
     def _register_optimizers(self) -> None:
-        """Tell the scaler which ranks step together, and the names of the parameters."""
+        """Pass the process groups and the names of the parameters to the scaler."""
         groups = scaler_groups(*self._models)
         if groups:
             self.session.place(groups)
@@ -374,7 +374,10 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Run one micro-batch. The loss scale may change after the last micro-batch of a window."""
+        """Run one micro-batch.
+
+        The loss scale may change after the last micro-batch of an accumulation window.
+        """
         with super().accumulate(*models):
             yield
         if self.sync_gradients:
@@ -440,11 +443,12 @@ class AmpAccelerator(EntryPoint, Accelerator):
     def amp_metrics(self) -> dict[str, float | int]:
         """Return ``loss_scale`` and ``skipped_steps`` for ``accelerator.log``. The host waits for the device.
 
-        If no loss is scaled, ``loss_scale`` is 1.0. A requested update of the loss scale is not applied, so a
-        log changes no gradient.
+        If no loss is scaled, ``loss_scale`` is 1.0. Logging does not apply a pending update of the loss
+        scale, so it changes no gradients.
         """
         scaler = self._scaler
-        # get_scale() would apply the update. An engine of DeepSpeed scales in place of a disabled scaler.
+        # ``get_scale()`` would apply a pending update of the loss scale, so ``loss_scale`` is read instead.
+        # If the scaler is disabled, a DeepSpeed engine may scale the loss, and get_scale() returns its scale.
         scale = scaler.loss_scale.item() if scaler.is_enabled() else scaler.get_scale()
         return {"loss_scale": scale, "skipped_steps": scaler.skipped_steps()}
 
@@ -465,7 +469,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         If no loss is scaled, ``loss_scale`` is left out. ``grad_norm`` is the norm of the unscaled gradients
         before clipping. After an overflow it is inf or nan. If there are several optimizers, the keys are
         ``grad_norm/0``, ``grad_norm/1`` and so on, in the order in which the optimizers were prepared. The
-        host waits for the device. If there are no new steps, the result is empty.
+        host waits for the device. If no optimizer has stepped since the last call, the result is empty.
         """
         norms = self.session.new_norms(self._optimizers)
         if norms is None:
@@ -524,8 +528,8 @@ class AmpAccelerator(EntryPoint, Accelerator):
         """
         if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
             # gloo's threads need the GIL to free their last tensors.
-            # torch holds the GIL while it waits for these threads.
-            # A process that ends before the threads do is aborted.
+            # torch holds the GIL while it waits for gloo's threads.
+            # A process is aborted if it ends before gloo's threads do.
             time.sleep(0.1)
         super().end_training()
         self.session.end(warn=self.on_main_process(warn_user))

@@ -24,8 +24,8 @@ from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.overflows import OverflowReport
 from amp_plugin.scaling.step_log import StepResult
 
-# The next six tables say how each option of AmpKwargs is handled under DeepSpeed.
-# A test compares the tables with the options of AmpKwargs.
+# The next six constants say how each option of AmpKwargs is handled under DeepSpeed.
+# A test checks that these constants cover all options of AmpKwargs.
 
 INSTEAD: Final = {
     "weights": "'fp16_master_weights_and_grads' of 'fp16' or 'bf16_master_weights_and_grads' of 'bf16'",
@@ -77,7 +77,7 @@ _CLIPPED_IN_UNFUSED: Final = (
 def translate(session: Session, config: dict[str, Any]) -> None:
     """Write the options into DeepSpeed's config.
 
-    Raise if the config contradicts an option or has no key for it.
+    Raise an error if DeepSpeed's config contradicts an option or has no key for the option.
     """
     options, autocast = session.options, _is_on(config, "torch_autocast")
     defaults = option_defaults(type(options))
@@ -160,7 +160,7 @@ def scaler_for_engine(engine: Any, session: Session, config: Mapping[str, Any]) 
     if is_ours(config):
         scales = engine.torch_autocast_z0_gradscaler is not None
         scaler = session.new_scaler(enabled=scales, device=engine.device.type)
-        # The engine calls ``unscale_`` before it clips, so ``core.measure`` sees unclipped gradients.
+        # DeepSpeed's engine calls ``unscale_`` before it clips, so the norm is measured before clipping.
         if not scaler.is_enabled():
             scaler.unscale_ = scaler.core.measure  # type: ignore[method-assign, assignment]
         engine.torch_autocast_z0_gradscaler = scaler

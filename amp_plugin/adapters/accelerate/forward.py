@@ -40,7 +40,7 @@ class MixedForward:
     def put_on(self) -> None:
         """Replace the module's forward with this object, unless a MixedForward has already replaced it."""
         if not isinstance(self.own, MixedForward):
-            # Accelerate's extract_model_from_parallel follows __wrapped__ up to _original_forward.
+            # Accelerate's extract_model_from_parallel unwraps __wrapped__ until it reaches _original_forward.
             self.module._original_forward = self.__wrapped__  # type: ignore[assignment]
             self.module.forward = self
 

@@ -31,8 +31,8 @@ class AmpOptimizer(AcceleratedOptimizer):
                 optimizer sees them.
 
         Returns:
-            The result of the wrapped optimizer's ``step``. Within a window, or if the step was skipped, the
-            result is None.
+            The result of the wrapped optimizer's ``step``. Within an accumulation window, or if the step was
+            skipped, the result is None.
         """
         arguments = [] if closure is None else [closure]
         if not (self.gradient_state.sync_gradients or self.session.is_aside):
@@ -47,7 +47,8 @@ class AmpOptimizer(AcceleratedOptimizer):
         """Whether this optimizer's step was skipped in the current iteration.
 
         With a fused optimizer on a GPU, the host learns about a skipped step one step late, unless
-        ``exact_schedulers`` is on. As in Accelerate, other code that skips a step may set ``_is_overflow``.
+        ``exact_schedulers`` is on. Code outside amp_plugin that skips a step may set ``_is_overflow``, as
+        with Accelerate's own optimizer.
         """
         return self.session.was_skipped(self.optimizer) or bool(self._is_overflow)
 

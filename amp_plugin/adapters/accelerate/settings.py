@@ -172,7 +172,7 @@ def _precision_for_accelerate(argument: Any, environment: Mapping[str, str], dev
     if given is None or str(given) in (words := PrecisionType.list()):
         return given  # already in Accelerate's words
     if given in BELOW_16_BITS:
-        return "bf16"  # All ops outside the converted layers compute in bf16.
+        return "bf16"  # With a format below 16 bits, all ops outside the converted layers compute in bf16.
     if given == "auto":
         chosen = auto_precision(device).precision
         return "no" if chosen == "fp32" else chosen

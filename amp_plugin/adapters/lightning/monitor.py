@@ -31,8 +31,8 @@ class Monitor:
 
     Args:
         max_skips_in_a_row: The number of consecutive skipped steps of one optimizer that ends the run.
-        every_n_steps: The number of optimizer steps between two reads from the GPU. None means the Trainer's
-            ``log_every_n_steps``.
+        every_n_steps: The number of optimizer steps between two reads from the GPU. If None, the Trainer's
+            ``log_every_n_steps`` is used.
         report: The path of a run page (an HTML report, see ``amp_plugin.report``). With a run page, the host
             waits for the device at each step.
 
@@ -165,7 +165,7 @@ class Monitor:
                 raise endless_skips(step, plugin.words, plugin.session.growth)
 
     def _measure(self, trainer: Any, pl_module: Any, at_least: int) -> None:
-        """Count the bytes per parameter once ``at_least`` or more optimizers have stepped."""
+        """Count the bytes of memory per parameter, once ``at_least`` optimizers have stepped."""
         if self.weight_bytes is not None or self._has_failed or len(self._have_stepped) < max(1, at_least):
             return
         with only_warning("AmpMonitor", self._fail):

@@ -72,12 +72,12 @@ class PrecisionCore(EntryPoint):
         return cast("PluginOptions", self.session.options)
 
     def __repr__(self) -> str:
-        """Show the precision, and the option ``weights`` if weights are stored in 16 bits."""
+        """Return the class name, the precision and, for weights in 16 bits, the option ``weights``."""
         weights = f", weights={self.settings.weights!r}" if self.settings.weights != "fp32" else ""
         return f"{type(self).__name__}({self.settings.precision!r}{weights})"
 
     def __format__(self, spec: str) -> str:
-        """Return advice for the user, because Lightning's errors about plugins contain ``f"{plugin}"``."""
+        """Return advice for the user. Lightning puts ``f"{plugin}"`` into its errors about plugins."""
         package = self.package.__name__
         other = "The Trainer takes " if "fabric" in package else "Fabric takes Fabric"
         text = (
@@ -186,7 +186,7 @@ class PrecisionCore(EntryPoint):
         return data
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context that changes nothing, because new weights are fp32."""
+        """Return a context that does nothing, because weights are created in fp32."""
         return nullcontext()
 
     module_init_context = tensor_init_context
@@ -238,15 +238,18 @@ class PrecisionCore(EntryPoint):
     def optimizer_steps(self) -> int:
         """The total number of steps taken so far, summed over all optimizers. Reading it is a host sync.
 
-        Skipped steps do not count. A resumed fp16 run continues the count. If no loss is scaled, the count is
-        not saved.
+        Skipped steps do not count. A resumed fp16 run continues the count. If no loss is scaled, checkpoints
+        do not contain this number of steps.
         """
         return self.session.attempted_steps - self.skipped_steps
 
     # -- checkpoints -----------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale's state, with the keys that torch uses. It is empty if no loss is scaled."""
+        """Return the state of the loss scale, with the keys of torch's GradScaler.
+
+        The state is empty if no loss is scaled.
+        """
         return self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -145,7 +145,10 @@ class TrainerPrecision(PrecisionCore):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]
     ) -> tuple[nn.Module, list[Optimizer], list[LRSchedulerConfig]]:
-        """Begin the run on the model's device. Register optimizers, and take control of schedulers."""
+        """Begin the run on the model's device.
+
+        Register optimizers, and hold back schedulers after skipped steps.
+        """
         self._start(self._trainer.strategy.root_device.type, scaler_groups(model))
         is_fsdp1 = isinstance(model, FullyShardedDataParallel)
         self.checkpoint_key = "FSDPPrecision" if is_fsdp1 else "MixedPrecision"
@@ -159,7 +162,7 @@ class TrainerPrecision(PrecisionCore):
         return model, optimizers, lr_schedulers
 
     def _take_schedulers(self, configs: Sequence[LRSchedulerConfig]) -> None:
-        """Take control of the schedulers in ``configs``, and release all others."""
+        """After skipped steps, hold back the schedulers in ``configs`` and no other schedulers."""
         release_schedulers(self._schedulers)
         self._schedulers = scheduled_after_steps(configs, self.step_log)
 
@@ -240,7 +243,10 @@ class TrainerPrecision(PrecisionCore):
             return output
 
     def _step(self, trainer: Any, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure and step. Optimizers that may call a closure several times run it themselves."""
+        """Run the closure and step.
+
+        An optimizer that may call its closure several times runs the closure itself.
+        """
         scaler = self._scaler
         if not scaler.is_enabled():
             return self._take(trainer, optimizer, closure, **kwargs)
@@ -345,7 +351,7 @@ class TrainerPrecision(PrecisionCore):
 
     @property
     def _plain(self) -> Any:
-        """The framework's base class Precision, whose hooks do not scale."""
+        """Lightning's base class Precision, whose hooks do not scale the loss."""
         return self.package.plugins.Precision
 
     # -- checkpoints -----------------------
@@ -360,7 +366,7 @@ class TrainerPrecision(PrecisionCore):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """To resume training, load the loss scale saved by this or another precision plugin."""
-        # By now the model's weights are set up, so loading the checkpoint again rounds nothing.
+        # The model's weights are set up by now, so loading the checkpoint again does not round them.
         if self._loads_again:
             trainer, self._loads_again = self._trainer, False
             module = trainer.lightning_module

@@ -67,7 +67,7 @@ def _needs_closure(kind: Any) -> bool:
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer may call its closure several times, or change weights before the call.
+    """Return whether an optimizer may call its closure several times, or only after it has changed weights.
 
     The result is True for optimizers that require a closure, such as LBFGS, and for optimizers with the
     attribute ``calls_closure_again = True``, such as SAM. All other optimizers call the closure once, at the
@@ -79,7 +79,7 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
 
 
 def averages_in_fp32(callbacks: Iterable[Any], package: Any, undo: ExitStack) -> None:
-    """Make callbacks that average weights (EMA, SWA) see a float32 model, until ``undo`` is closed.
+    """Make callbacks that average weights (EMA, SWA) see a float32 model, until ``undo`` closes.
 
     Averages that were created before the model's weights were set up are also converted to float32.
     """
@@ -103,7 +103,7 @@ def _with_model_in_fp32(hook: Callable[..., Any], trainer: Any, module: nn.Modul
 def _after_landed_steps(should_update: Callable[..., bool], landed: Callable[[], int]) -> Callable[..., bool]:
     """Make ``should_update`` return False if every optimizer step since the last call was skipped.
 
-    Lightning also counts skipped steps, and would average unchanged weights.
+    Lightning counts skipped steps too, and would otherwise average unchanged weights.
 
     Args:
         should_update: the callback's own method ``should_update``.
@@ -126,7 +126,7 @@ def _after_landed_steps(should_update: Callable[..., bool], landed: Callable[[],
 def average_landed_steps(
     callbacks: Iterable[Any], package: Any, landed: Callable[[], int], undo: ExitStack
 ) -> None:
-    """Make Lightning's weight averages (EMA) ignore skipped steps, until ``undo`` is closed."""
+    """Make Lightning's weight averages (EMA) ignore skipped steps, until ``undo`` closes."""
     for callback in callbacks:
         if isinstance(callback, package.callbacks.WeightAveraging):
             callback.should_update = _after_landed_steps(callback.should_update, landed)
@@ -150,7 +150,7 @@ def scheduled_after_steps(configs: Iterable[Any], log: StepLog) -> list[Schedule
         if config.interval == "step" and not config.reduce_on_plateau
     ]
     for config, frequency in scheduled:
-        # With a frequency other than 1, the result of a step must be known before the scheduler steps.
+        # With a frequency other than 1, the host must know a step's result before the scheduler steps.
         if frequency != 1:
             log.wait_for(config.scheduler.optimizer)
     return scheduled
