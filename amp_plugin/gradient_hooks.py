@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from amp_plugin.patches import replaced
 
-# Maps each registration method to the index of the hook argument that the hook's result replaces.
+# Each method that registers hooks, with the index of the argument that a hook's return value replaces.
 _REGISTER: Final = (
     (Tensor, "register_hook", 0),
     (nn.Module, "register_full_backward_hook", 1),
@@ -35,24 +35,25 @@ def unscaled_hooks(scaler: Any) -> Iterator[None]:
     not during training.
 
     The block affects ``register_hook`` of tensors, and ``register_full_backward_hook`` and
-    ``register_full_backward_pre_hook`` of modules. Hooks of ``register_post_accumulate_grad_hook`` still see
-    the scaled ``.grad``. Float16 gradients are passed as float32, so that small numbers are not lost. Every
-    backward pass that reaches the hooks must start from a loss that was scaled with the default loss scale.
-    The hooks cause no host sync.
+    ``register_full_backward_pre_hook`` of modules. Hooks registered with
+    ``register_post_accumulate_grad_hook`` still see the scaled ``.grad``. Float16 gradients are passed as
+    float32, so that small numbers are not lost. Every backward pass that reaches the hooks must start from a
+    loss that was scaled with the default loss scale. The hooks cause no host sync.
 
     Args:
-        scaler: A GradScaler of amp_plugin or torch, a plugin for Fabric or the Trainer, or an AmpAccelerator.
-            If the scaler is disabled, the hooks receive unchanged gradients.
+        scaler: The object that holds the loss scale. It is a GradScaler of amp_plugin or torch, a plugin for
+            Fabric or the Trainer, or an AmpAccelerator. If the scaler is disabled, the hooks receive
+            unchanged gradients.
 
     Example:
         >>> from amp_plugin import GradScaler, unscaled_hooks
         >>> model, scaler = nn.Linear(2, 1), GradScaler("cpu")
         >>> seen = []
         >>> with unscaled_hooks(scaler):
-        ...     handle = model.weight.register_hook(lambda grad: seen.append(grad.tolist()))
+        ...     _ = model.weight.register_hook(seen.append)
         >>> scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-        >>> seen
-        [[[1.0, 1.0]]]
+        >>> seen[0].tolist()
+        [[1.0, 1.0]]
     """
 
     def scale_of() -> Tensor | None:

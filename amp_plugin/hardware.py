@@ -107,7 +107,7 @@ class Hardware:
         return bool(self.features.intersection(needs.cpu if self.device == "cpu" else needs.xpu))
 
     def __str__(self) -> str:
-        """Return the device's type, name and decisive feature, such as ``cuda (Tesla T4, sm_75)``."""
+        """Return the device's type, name and architecture or features, such as ``cuda (Tesla T4, sm_75)``."""
         if self.capability is not None:
             told = f"sm_{self.capability[0]}{self.capability[1]}"
         else:
@@ -192,7 +192,8 @@ def choose_precision(device: str | None = None, index: int = 0) -> PrecisionChoi
     decides.
 
     Args:
-        device: the type of the device. The default is this machine's accelerator, or ``"cpu"`` without one.
+        device: the type of the device. The default is this machine's accelerator, or ``"cpu"`` if it has
+            none.
         index: which of several devices of the type.
 
     Returns:
@@ -258,7 +259,8 @@ def warn_of_slow_fp16(precision: str, device_type: str) -> None:
 def widest_float(device: torch.device) -> torch.dtype:
     """Return float64 if a device supports it, else float32.
 
-    CPUs and CUDA devices can. Other device types are tested once, with a single float64 multiplication.
+    CPUs and CUDA devices support float64. Each other type of device is tested once, with a single float64
+    multiplication.
     """
     if device.type in {"cpu", "cuda", "meta"}:
         return torch.float64

@@ -1,4 +1,4 @@
-"""Creates hints for misspelled names, errors about options, and warnings at the user's line."""
+"""Creates hints for misspelled names, errors about options, and warnings that point to the user's code."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ class OptionError(ValueError, TypeError):
         option: the option's name.
         value: the value that was given.
         allowed: a description of the allowed values.
-        source: the place where the option was set: ``"argument"``, the name of an environment variable,
-            ``AMP_PLUGIN_CONFIG=<file>``, or an object with options such as ``"AmpKwargs"``.
+        source: the place where the option was set. It is ``"argument"``, the name of an environment variable,
+            ``AMP_PLUGIN_CONFIG=<file>``, or the class of an options object such as ``"AmpKwargs"``.
 
     Example:
         >>> from amp_plugin import GradScaler, OptionError
         >>> try:
-        ...     GradScaler("cpu", growth_factor=0.5)
-        ... except OptionError as error:
-        ...     print(error.option, error.value, error.source)
-        growth_factor 0.5 argument
+        ...     GradScaler("cpu", growth_factor=1)
+        ... except OptionError as raised:
+        ...     error = raised
+        >>> error.option, error.value, error.source
+        ('growth_factor', 1, 'argument')
     """
 
     def __init__(
@@ -102,7 +103,7 @@ OTHERS_CODE: Final = {
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the innermost caller outside amp_plugin, torch and the frameworks."""
+    """Issue a warning that points to the innermost caller outside amp_plugin, torch and the frameworks."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_others(frame):
         frame, level = frame.f_back, level + 1
@@ -125,7 +126,7 @@ def _is_others(frame: FrameType) -> bool:
 
 @contextmanager
 def only_warning(what: str, end: Callable[[], object]) -> Iterator[None]:
-    """Turn an error in code that only observes a run into a warning, then call ``end``. The run continues."""
+    """If code that only observes a run raises, call ``end`` and warn instead. The run continues."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - no error of an observer may end a run

@@ -1,8 +1,8 @@
 """Name parameters after the modules that own them.
 
-A loss can be a module with parameters of its own. Often no framework prepares this module, yet the optimizer
-updates its parameters, so errors and reports may have to name them. All modules are found through Python's
-garbage collector.
+A loss can be a module with parameters of its own. Often the user does not pass the loss module to the
+framework, although the optimizer updates its parameters. Errors and reports may still have to name these
+parameters. All modules are found through Python's garbage collector.
 """
 
 from __future__ import annotations

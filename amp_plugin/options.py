@@ -65,9 +65,10 @@ OnNonfinite = Literal["skip", "raise", "ignore"]
 class Spike:
     """The options that define a spike of the gradient norm or loss, and what is done about it.
 
-    A step is a spike if its norm or loss is more than ``sigma`` deviations above the running mean. A gradient
-    norm of up to four times the running mean is never a spike. A loss of up to ``sigma`` percent above the
-    running mean is not a spike either. Each optimizer has its own mean and deviation, taken over its steps.
+    A step is a spike if its norm or loss is more than ``sigma`` standard deviations above the running mean. A
+    gradient norm of up to four times the running mean is never a spike. A loss of up to ``sigma`` percent
+    above the running mean is not a spike either. The mean and the standard deviation are computed separately
+    for each optimizer, over its own steps.
 
     Args:
         {options}

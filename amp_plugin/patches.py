@@ -1,4 +1,4 @@
-"""Replaces attributes temporarily, and makes new instances of one class also instances of another."""
+"""Patches attributes temporarily, and gives new instances of a library's class a second class."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def standing_in(
     arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]],
     made: Callable[[Any], object] = id,
 ) -> Iterator[None]:
-    """Make each new instance of the class ``theirs`` also an instance of ``ours``.
+    """Make each new instance of the class ``theirs`` also an instance of the class ``ours``.
 
     The same applies to instances of subclasses, unless ``may_take`` returns False for the subclass. The class
     ``theirs`` is not replaced, so ``isinstance``, subclassing and pickling keep working.

@@ -110,7 +110,7 @@ def weights_meant(precision: object, weights: WeightsName) -> WeightsName:
 
 
 def checked_word(option: str, given: Any, words: Any) -> Any:
-    """Return the word of a Literal that matches ``given`` (a word or dtype), or raise OptionError."""
+    """Return the allowed string that matches ``given`` (a string or dtype), or raise OptionError."""
     known, allowed = known_precision(given), get_args(words)
     name = known if isinstance(given, torch.dtype) else given
     if name in allowed:
@@ -136,5 +136,5 @@ def refuse_other_precision(weights: str, precision: str, *, named: str = "precis
 
 
 def stores_all(weights: str) -> bool:
-    """Return whether this format stores all weights in 16 bits, not only those that autocast casts."""
+    """Return whether a weight format stores all weights in 16 bits, not only those that autocast casts."""
     return weights.endswith("-true")

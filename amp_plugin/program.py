@@ -136,7 +136,7 @@ def _run_main(program: Program, arguments: Sequence[str]) -> None:
 
 
 def _enter_path(folder: str) -> None:
-    """Put a folder at the front of ``sys.path``, in place of the folder of the command."""
+    """Put a folder at the front of ``sys.path``, replacing the entry for amp_plugin's own command."""
     ours = {"", str(Path.cwd()), str(Path(sys.argv[0] or ".").resolve().parent)}
     is_ours = bool(sys.path) and sys.path[0] in ours and not getattr(sys.flags, "safe_path", False)
     sys.path[: int(is_ours)] = [folder]

@@ -1,9 +1,9 @@
 """Registers optimizer pre-step hooks that only observe the optimizer.
 
-One-pass steps, and fused steps whose kernel unscales the gradients, run no pre-step hooks, because the
-gradients are still scaled before the kernel runs. An unknown pre-step hook therefore prevents one-pass steps
-and fused unscaling. If a hook neither reads gradients nor changes the optimizer, register it with
-:func:`register_quiet_hook`. Then it prevents neither kind of step.
+In some optimizer steps, the kernel that updates the weights also unscales the gradients. These steps run no
+pre-step hooks, because a hook would see gradients that are still scaled. An optimizer with an ordinary
+pre-step hook therefore never steps in this way. If a hook neither reads gradients nor changes the optimizer,
+register it with :func:`register_quiet_hook`. Such a hook does not prevent these steps.
 """
 
 from __future__ import annotations

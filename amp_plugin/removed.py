@@ -2,7 +2,7 @@
 
 Until release 0.5, using a removed name raises an error that names the replacement.
 
-The table contains names of the package, attributes of its classes, and keyword arguments.
+The removed names are public names of the package, attributes of its classes, and keyword arguments.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ class Format:
     """A format below 16 bits for training Linear layers with torchao.
 
     Attributes:
-        side: ``in_features`` and ``out_features`` must be multiples of this number.
-        rows: In training, the number of input rows (batch size times sequence length) must be a multiple of
-            this number.
+        side: A number that must divide the layer's ``in_features`` and ``out_features``.
+        rows: A number that must divide the number of input rows (batch size times sequence length) in
+            training.
         config: A function that returns torchao's configuration, given a recipe (or None) and ``emulate``.
         convert: A function that returns torchao's layer, given a Linear layer and a configuration. The
             parameters stay the same objects.
@@ -116,7 +116,7 @@ def _to_nvfp4(layer: nn.Linear, config: Any) -> nn.Module:
 
 
 def _like(layer: nn.Linear, make: Callable[[int, int], nn.Linear]) -> nn.Linear:
-    """Return a layer of another class that has the same parameters."""
+    """Make a layer of another class, and give it the parameters of ``layer``."""
     with torch.device("meta"):
         made = make(layer.in_features, layer.out_features)
     made.weight, made.bias = layer.weight, layer.bias
@@ -341,10 +341,10 @@ def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
 class LayerInput:
     """Check and cast the input of a converted layer, as a forward pre-hook.
 
-    The hook raises an error if the gradient of the weight could not be computed. In emulated mxfp8 the hook
-    also casts the input to the dtype of the weight, because torchao's emulation multiplies input and weight
-    without a cast. The cast does not change results, because the quantizer rounds a bfloat16 number exactly
-    like the float32 number with the same value.
+    The hook raises an error if the format does not support the number of input rows in training. In emulated
+    mxfp8 the hook also casts the input to the dtype of the weight, because torchao's emulation multiplies
+    input and weight without a cast. The cast does not change results, because the quantizer rounds a bfloat16
+    number exactly like the float32 number with the same value.
     """
 
     layer: str

@@ -1,4 +1,4 @@
-"""Emulates formats below 16 bits by rounding matrices with torchao's quantizers, without casting them.
+"""Emulates formats below 16 bits with torchao's quantizers, which round matrices but keep their dtype.
 
 A matrix product rounds both operands along the dimension over which it sums. A Linear layer runs three matrix
 products. :class:`Rounded` emulates these products, with a quantizer ``Q``, in any format on any device:
@@ -8,10 +8,10 @@ products. :class:`Rounded` emulates these products, with a quantizer ``Q``, in a
 - The gradient of the weight, ``Q(grad.T) @ Q(x.T).T``, sums over the rows of ``x``.
 
 For float32 inputs the results are bitwise equal to those of torchao's emulated float8 and mxfp8 layers. For
-nvfp4 torchao has only GPU kernels. The Hadamard transform of these kernels is emulated here with torchao's
-matrix. The emulation of nvfp4 differs from torchao's kernels in two details. The emulation rounds gradients
-to nearest, but the kernels round them stochastically. The emulation rounds weights in blocks of 16, but the
-kernels use 16x16 tiles.
+nvfp4 torchao has only GPU kernels. The Hadamard transform of torchao's nvfp4 kernels is emulated here with
+torchao's matrix. The emulation of nvfp4 differs from torchao's kernels in two details. The emulation rounds
+gradients to nearest, but the kernels round them stochastically. The emulation rounds weights in blocks of 16,
+but the kernels use 16x16 tiles.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def quantize(matrix: Tensor, name: str, *, is_gradient: bool = False) -> Codes:
     """Round a contiguous matrix to a format along its last dimension, with torchao's reference quantizers.
 
     Args:
-        matrix: A 2-dim tensor in float32 or bfloat16. The length of its rows is a multiple of the block size.
+        matrix: A 2-dim tensor in float32 or bfloat16. The row length is a multiple of the format's block
+            size.
         name: ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``.
         is_gradient: True if the matrix is the gradient of an output. For gradients of outputs, ``"fp8"`` uses
             e5m2, as torchao does.

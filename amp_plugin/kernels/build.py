@@ -129,7 +129,8 @@ def _load() -> NativeCore:
         file, seconds = build_core()
         name = f"{__package__}.{_EXTENSION}"
         spec = importlib.util.spec_from_file_location(name, file)
-        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type] # not None for .so files
+        # The spec of an .so file is never None.
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
         spec.loader.exec_module(module)  # type: ignore[union-attr]
     except (OSError, RuntimeError, ValueError, ImportError) as error:
         return NativeCore(reason=str(error))
@@ -230,7 +231,7 @@ def compile_core(folder: Path, width: str) -> Path:
         "build_directory": str(folder),
     }
     runs_here = width in vector_widths()
-    # load() also imports what it compiles, unless it is told to make a standalone program.
+    # torch's load() imports the library that it compiled, unless ``is_standalone`` is True.
     if not runs_here:
         wanted |= {"is_standalone": True, "is_python_module": False}
         wanted["extra_ldflags"] = ["-shared", "-ltorch_python"]

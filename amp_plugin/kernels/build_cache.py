@@ -2,7 +2,7 @@
 
 Each file ends with a seal, which is the SHA-256 hash of everything before it. A truncated or damaged file
 does not match its seal, and is rebuilt. Loaders of libraries and cubins ignore the seal, because it comes
-after the last section.
+after the last section of the ELF file.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _seal(file: Path) -> None:
 
 
 def _write_to_disk(folder: Path) -> None:
-    """Flush a folder's entries to disk. Do nothing if the file system does not support this."""
+    """Flush a folder's entries to disk. Do nothing if the file system cannot flush folders."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -111,7 +111,8 @@ def _define() -> None:
         LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
         LIBRARY.impl(name, plain, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         register_fake(f"amp_plugin::{name}", fake, lib=LIBRARY)
-        LIBRARY.define(f"_plain_{name}{schema}")  # type: ignore[no-untyped-call] # C++ falls back to this op
+        # The C++ code calls the op ``_plain_NAME`` if no faster kernel is available.
+        LIBRARY.define(f"_plain_{name}{schema}")  # type: ignore[no-untyped-call]
         LIBRARY.impl(f"_plain_{name}", untraced(plain), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 

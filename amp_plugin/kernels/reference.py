@@ -44,8 +44,8 @@ def _flat_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) 
     parts = [g for g in grads if g.numel()]
     if not parts:
         return torch.zeros((), dtype=dtype, device=device)
-    # The norm for p = 0 is the number of nonzero elements.
-    # torch's total norm would count tensors instead of elements.
+    # For p = 0 the norm of all gradients is the number of nonzero elements.
+    # For p = 0 torch's total norm would be the number of tensors that are not zero.
     if norm_type == 0:
         return torch.stack([(g != 0).sum() for g in parts]).sum().to(dtype)
     norms = [torch.linalg.vector_norm(g.abs().to(dtype), norm_type) for g in parts]
@@ -164,13 +164,13 @@ def update_scale_(
     In mode 0 any step without an overflow resets ``hysteresis_tracker`` to ``hysteresis``, as in apex's
     ``update_scale_hysteresis`` and DeepSpeed's ``consecutive_hysteresis=True``. In mode 1 (Megatron-LM's
     ``DynamicGradScaler``) and mode 2 (DeepSpeed's ``DynamicLossScaler``) only a complete growth interval
-    resets ``hysteresis_tracker``. With ``hysteresis=1`` all modes follow torch's rule. A scale that the user
-    has set outside the limits is not clamped to them.
+    resets ``hysteresis_tracker``. With ``hysteresis=1`` all modes update the scale exactly as torch does. A
+    scale that the user has set outside the limits is not clamped to them.
     """
     overflow = found_inf.reshape(scale.shape) > 0
     backoff = overflow & (hysteresis_tracker <= 1)
     steps = torch.where(overflow, 0, growth_tracker + 1)
-    # In a comparison with an int32 tensor, torch would wrap an interval of 2^31 or more to 0 or below.
+    # An interval of 2^31 or more would overflow in a comparison with an int32 tensor.
     grow = ~overflow & (steps >= min(growth_interval, torch.iinfo(torch.int32).max))
 
     wide = in_widest_float(scale)  # as torch does
@@ -221,8 +221,8 @@ def judge_step_(
 
     The value of a step is ``sum(values)``. The limit is the mean of earlier values, plus ``sigma`` times the
     larger of the standard deviation and ``least_deviation * |mean|``. A step is a spike if its value is above
-    the limit or NaN. No step is a spike during the first ``warmup`` steps, after an overflow, or while steps
-    are held. A spike has one of these effects:
+    the limit or NaN. No step is a spike during the first ``warmup`` steps, if a gradient overflowed, or while
+    ``held`` is 1. A spike has one of these effects:
 
     - Action 0, skip: The step is skipped.
     - Action 1, clip: The gradients are multiplied by ``min(1, mean / (norm + 1e-6))``.
@@ -232,11 +232,12 @@ def judge_step_(
     If a step is skipped without an overflow, each growth tracker is lowered by 1, because the next update of
     the scale will raise it by 1.
 
-    The statistics are updated with the value of each step. After warm-up, if a value is above the limit, they
-    are updated with the limit instead. Therefore a single spike raises the limit only slightly, but a lasting
-    rise of the values is accepted after some steps. The statistics stay unchanged after an overflow, while
-    steps are held, or if the number to update them with is not finite. During the first ``window`` steps the
-    mean is an arithmetic mean, and afterwards it is an exponential moving average.
+    The statistics are updated with the value of each step. After warm-up, if a value is above the limit, the
+    statistics are updated with the limit instead. Therefore a single spike raises the limit only slightly,
+    but a lasting rise of the values is accepted after some steps. The statistics stay unchanged if a gradient
+    overflowed, while ``held`` is 1, or if the number that they would be updated with is not finite. During
+    the first ``window`` steps the mean is an arithmetic mean, and afterwards it is an exponential moving
+    average.
 
     Args:
         values: One-element tensors (float32 or float64, on the same device). The sum of these tensors is
@@ -252,9 +253,10 @@ def judge_step_(
         action: The number of the action at a spike: 0, 1 or 2.
 
     Returns:
-        A float32 tensor of 6 elements. The first three are whether the step is skipped (0 or 1), the factor
-        for the gradients, and a code (1 for a spike, 2 for a held step, else 0). The last three are the
-        value, the limit (float32's largest number during warm-up), and the norm times the factor.
+        A float32 tensor of 6 elements. The first element is 1 if the step is skipped, else 0. The second
+        element is the factor for the gradients. The third element is a code (1 for a spike, 2 for a held
+        step, else 0). The last three elements are the value of the step, the limit (float32's largest number
+        during warm-up), and the norm times the factor.
     """
     mean, variance, steps, held_before = (number.clone() for number in statistics)
     value = torch.stack([value.reshape(()).to(mean.dtype) for value in values]).sum()
@@ -411,7 +413,7 @@ class Rule:
     """Defines what an optimizer step does to one parameter.
 
     Attributes:
-        numbers: The names of the rule's numbers, in order. The first name is ``lr``.
+        numbers: The names of the hyperparameters that the rule reads, in order. The first name is ``lr``.
         states: The kind of each state (``"signed"``, ``"square"``, ``"second square"`` or ``"weight"``), in
             order. Squares are never negative. Squares stored in 16 or 8 bits are rounded stochastically.
             Weights are always float32.
@@ -461,7 +463,7 @@ def _adam(
 def _sgd(
     param: Tensor, grad: Tensor, states: list[Tensor], _: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """Compute a step of SGD. If there is a state, it is the momentum buffer."""
+    """Compute a step of SGD. The only state, if any, is the momentum buffer."""
     grad = direction = _decayed(param, grad, n)
     states = [n.momentum * buffer + (1 - n.dampening) * grad for buffer in states]
     for buffer in states:
@@ -485,8 +487,8 @@ def _rmsprop(
 ) -> tuple[Tensor, ...]:
     """Compute a step of RMSprop (Tieleman and Hinton, 2012).
 
-    The first state is ``square_avg``. If the rule is centered, the next state is ``grad_avg``. With momentum,
-    the last state is the momentum buffer.
+    The first state is ``square_avg``. Centered RMSprop also has the state ``grad_avg``. With momentum, the
+    last state is the momentum buffer.
     """
     grad = _decayed(param, grad, n)
     square_avg, *others = states
@@ -697,20 +699,21 @@ def step_(
         params: The parameters, in float32, or in bfloat16 if ``remainders`` are given. They are written.
         grads: The gradients of the parameters, in float32, bfloat16 or float16. Each gradient is divided by
             ``grad_scale`` and rounded once to its dtype. ``maximize`` and weight decay do not change the
-            gradient. The step itself uses the quotients in float32. If ``grad_scale`` is None or 1, gradients
-            are not written and their version counters do not change. On a GPU the host cannot see that
-            ``grad_scale`` is 1, so the version counters change even then.
+            stored gradient. The step itself uses the float32 quotients from before the rounding. If
+            ``grad_scale`` is None or 1, gradients are not written and their version counters do not change.
+            On a GPU the host cannot see that ``grad_scale`` is 1, so the version counters change even then.
         states: The first state of every parameter, then the second state of every parameter, and so on. Each
             state is float32 or bfloat16 in the shape of its parameter, or 8-bit codes (see
             :mod:`.state_codes`). States are written.
         counters: The first counter of every parameter (one element, float32 or float64), then the second
             counter of every parameter (float32). Counters are written.
-        remainders: The int16 halves of the parameters' pairs, or an empty list. Remainders are written.
+        remainders: The int16 tensors that together with the bfloat16 parameters give float32 weights, or an
+            empty list. Remainders are written.
         rule: A key of :data:`RULES`.
-        numbers: The values of the rule's numbers, in the order of :attr:`Rule.numbers`.
+        numbers: The values of the rule's hyperparameters, in the order of :attr:`Rule.numbers`.
         lr: A learning rate on the device (one element), which replaces the first element of ``numbers``.
-        grad_scale: The divisor of the gradients (one element). It is a loss scale, possibly combined with a
-            clip factor.
+        grad_scale: The divisor of the gradients (one element), which is the loss scale or the loss scale
+            combined with a clip factor.
         found_inf: A tensor of one element. If ``found_inf`` is above 0, only the gradients are written.
     """
     entry, count = RULES[rule], len(params)

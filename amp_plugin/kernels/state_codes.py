@@ -46,7 +46,10 @@ def random_bits(numbers: Tensor, seed: Tensor | int) -> Tensor:
 
 
 def to_bf16(flat: Tensor, drawn: Tensor | None = None) -> Tensor:
-    """Round float32 numbers to bfloat16, to nearest or (with random bits ``drawn``) stochastically."""
+    """Round float32 numbers to bfloat16.
+
+    If random bits ``drawn`` are given, rounding is stochastic. Otherwise, numbers are rounded to nearest.
+    """
     if drawn is None:
         return flat.bfloat16()
     bits = flat.contiguous().view(torch.int32).to(torch.int64) + drawn
@@ -79,7 +82,7 @@ def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Te
 
 
 def encode_exactly(flat: Tensor, *, signed: bool) -> Tensor:
-    """Return codes that decode to exactly the given numbers, if those numbers were decoded from codes.
+    """Encode numbers that were decoded from codes, so that they decode to exactly the same numbers.
 
     Other numbers are rounded to the nearest codes. A block's scale cannot be computed exactly from its
     largest number, because the code of that number may have been rounded down by one. Therefore the scales

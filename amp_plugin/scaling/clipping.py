@@ -89,7 +89,10 @@ def clip_norm(core: ScalerCore, target: Target, clip: NormClip) -> Tensor:
 
 
 def wants_torchs_bits(shared: Shared) -> bool:
-    """Return whether torch's own function must clip, because no loss is scaled and steps are torch's own."""
+    """Return whether to clip with torch's own function.
+
+    That is the case if no loss is scaled and the optimizer's own step is used.
+    """
     return not (shared.enabled or (shared.checks and shared.options.one_pass))
 
 

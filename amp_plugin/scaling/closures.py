@@ -45,7 +45,8 @@ def run(state: OptimizerState, closure: Closure) -> Any:
     before = state.backwards
     with torch.enable_grad():
         loss = closure()
-    state.forget_stale_norm()  # keep the norm from before a clip if the closure has run no backward pass
+    # If the closure has run no backward pass, keep the norm from before an earlier clip.
+    state.forget_stale_norm()
     if state.shared.enabled:
         unscaled = state.backwards == before and None in state.scales_carried()
         if unscaled and state.ledger.has_gradients() and state.ledger.is_changed():

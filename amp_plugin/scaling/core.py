@@ -166,8 +166,9 @@ class ScalerCore:
     def is_step_refused(self, state: OptimizerState, *, repeats: bool = False) -> bool:
         """Return whether a step must be refused.
 
-        A step is refused if there are no new gradients, unless a closure computes them (``repeats``). It is
-        also refused if all optimizers have stepped, because ``update()`` must be called then.
+        A second step is refused if there are no new gradients, unless a closure computes them (``repeats``).
+        A second step is also refused if all optimizers have stepped, because ``update()`` must be called
+        then.
         """
         if state.stage is not OptState.STEPPED:
             return False
@@ -208,7 +209,7 @@ class ScalerCore:
         self.shared.place(str(device), ranks)
 
     def switch(self, enabled: bool) -> None:
-        """Switch loss scaling on or off. Some programs do so by setting torch's attribute ``_enabled``."""
+        """Switch loss scaling on or off, as some programs do by setting torch's attribute ``_enabled``."""
         if enabled is self.shared.enabled:
             return
         self.shared.enable(enabled)
@@ -295,12 +296,12 @@ class ScalerCore:
 
 
 def is_optimizer(given: object) -> bool:
-    """Return whether an object has ``param_groups``. Mocks and some engines' optimizers have none."""
+    """Return whether an object has ``param_groups``, which mocks and the optimizers of some engines lack."""
     return isinstance(getattr(given, "param_groups", None), list | tuple)
 
 
 def _stepping(optimizer: Any) -> list[Any]:
-    """Return an optimizer and any inner optimizers (as in SAM), except those without step hooks."""
+    """Return the optimizer and its inner optimizers (as in SAM), leaving out those without step hooks."""
     hooks = ("_optimizer_step_pre_hooks", "register_step_pre_hook")
     held = [own for own in getattr(optimizer, "__dict__", {}).values() if isinstance(own, Optimizer)]
     return [one for one in (optimizer, *held) if all(hasattr(one, name) for name in hooks)]

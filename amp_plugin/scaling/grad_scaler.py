@@ -112,7 +112,7 @@ class GradScaler(TorchNames):
         self._start(Shared(rule, options.losses, ranks, device=device, enabled=enabled), skipped_before=0)
 
     def _start(self, shared: Shared, skipped_before: int) -> None:
-        """Create the objects that are neither copied nor pickled."""
+        """Create the objects that are neither copied nor pickled with the scaler."""
         log, options = StepLog(skipped_before), shared.options
         if options.on_nonfinite == "raise":
             log.subscribe(raise_for_nonfinite(max(1.0, options.floor) if options.dynamic else math.inf))
@@ -147,7 +147,7 @@ class GradScaler(TorchNames):
         if not self.is_enabled():
             return outputs
         watched = bool(name or len(self.core.shared.scales) > 1 or self.core.awaits_update)
-        # As with torch's scaler, no hook records the backward pass.
+        # In compiled code, as with torch's scaler, no hook records the backward pass of the loss.
         if torch.compiler.is_compiling() and not watched:
             return cast("T", scale_outputs(outputs, self.loss_scale.multiply_in_graph))
         return self._scale_watched(outputs, name)
@@ -177,8 +177,8 @@ class GradScaler(TorchNames):
                 Overflow reports use these names.
 
         Raises:
-            TypeError: An argument is not an optimizer, or ``names`` is of none of these types.
-            ValueError: ``names`` contains no parameter of one of the optimizers.
+            TypeError: An argument is not an optimizer, or ``names`` has a type that is not allowed.
+            ValueError: One of the optimizers has no parameter in ``names``.
         """
         named = checked_names(names)
         own = {id(param) for param in named.values()}
@@ -195,8 +195,8 @@ class GradScaler(TorchNames):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by their loss scale, in place.
 
-        The same pass over the gradients measures their norm and finds overflows. There is no host sync. If a
-        later backward pass adds to the gradients, they are unscaled again after that pass.
+        The pass that divides the gradients also measures their norm and finds overflows. There is no host
+        sync. If a later backward pass adds to the gradients, they are unscaled again after that pass.
 
         Raises:
             RuntimeError: This method was called twice, or after ``step()``, without new gradients.
@@ -335,9 +335,9 @@ class GradScaler(TorchNames):
             optimizer: The optimizer.
             max_norm: Largest norm.
             norm_type: The p of the p-norm. ``inf``, ``-inf`` and 0 are allowed.
-            error_if_nonfinite: True to raise if the norm is not finite. This is a host sync. After the error,
-                weights and gradients are as they were before the call. With a closure, the gradients are
-                those of the last call of the closure.
+            error_if_nonfinite: True to raise if the norm is not finite. This is a host sync. The error is
+                raised before weights or gradients are changed. With a closure, the gradients are those of the
+                last call of the closure.
             closure: As for the optimizer's ``step``. The gradients of each call are clipped.
 
         Returns:
@@ -401,7 +401,8 @@ class GradScaler(TorchNames):
                 a GPU the error is raised by a later call, once the host knows that the step was skipped.
         """
         if not (self.is_enabled() or is_optimizer(optimizer)):
-            return optimizer.step(*args, **kwargs)  # as in torch, any object with a step() is accepted
+            # As in torch, any object with a ``step()`` method is accepted.
+            return optimizer.step(*args, **kwargs)
         self._records.meet(optimizer)
         if self.is_enabled() and takes_scaler(optimizer):
             warnings.warn(_PASSED_ITSELF, FutureWarning, stacklevel=2)
@@ -432,8 +433,8 @@ class GradScaler(TorchNames):
             optimizer: The optimizer, after its step.
             wait: If True, wait for the device after a one-pass or fused step on a GPU, which is a host sync.
                 If False, never wait. Without waiting, the host learns of a skipped step about one step late,
-                and this method returns False for that later step instead. It returns False once for each
-                skip.
+                and this method returns False for that later step instead. The method returns False exactly
+                once for each skip.
 
         Raises:
             RuntimeError: The optimizer has not stepped yet.
@@ -446,7 +447,8 @@ class GradScaler(TorchNames):
             >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             >>> for batch in (torch.ones(2), torch.full((2,), torch.inf)):
             ...     optimizer.zero_grad()
-            ...     scaler.scale(model(batch).sum()).backward()
+            ...     loss = model(batch).sum()
+            ...     scaler.scale(loss).backward()
             ...     value = scaler.step(optimizer)
             ...     if scaler.landed(optimizer):
             ...         average.update_parameters(model)
@@ -473,12 +475,13 @@ class GradScaler(TorchNames):
 
         Args:
             new_scale: Set this loss scale at once. Scaled gradients that no optimizer has used yet are
-                multiplied by new/old.
+                multiplied by the ratio of the new to the old loss scale.
 
         Raises:
             AssertionError: No loss has been scaled yet; or ``new_scale`` is None, and no gradient has been
                 unscaled, clipped or used by a step since the last update. As in torch.
-            FloatingPointError: As in :meth:`step`, if the host learns only now that a step was skipped.
+            FloatingPointError: The host has just learned that a step was skipped, and :meth:`step` would have
+                raised this error.
         """
         shared = self.core.shared
         self.core.log.read()
@@ -495,8 +498,8 @@ class GradScaler(TorchNames):
         """Apply a requested update now.
 
         The adapters for Lightning and Accelerate call this method at the end of each iteration. Scaled
-        gradients that no optimizer has used yet are multiplied by new/old. If one of these gradients is
-        float16, the loss scale changes only after the optimizer has stepped.
+        gradients that no optimizer has used yet are multiplied by the ratio of the new to the old loss scale.
+        If one of these gradients is float16, the loss scale changes only after the optimizer has stepped.
 
         Raises:
             FloatingPointError: As :meth:`update`.

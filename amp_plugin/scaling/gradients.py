@@ -63,7 +63,7 @@ class Measurement(NamedTuple):
 
 
 def joined(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Join measurements of the same gradients. The result has an overflow if any of them has one.
+    """Join measurements of the same gradients. An overflow in any measurement is kept.
 
     Clipping by value turns inf into a finite number, so an overflow found before the clip must be kept.
     """
@@ -77,7 +77,7 @@ def joined(measurements: Iterable[Measurement]) -> list[Measurement]:
 
 
 def forgotten_if_zero(earlier: Iterable[Measurement]) -> list[Measurement]:
-    """Return the measurements, without overflows where all gradients are zero or None by now.
+    """Return the measurements, but forget overflows of gradients that are all zero or None by now.
 
     Setting gradients to zero discards a batch together with its overflows. There is no host sync.
     """
@@ -186,7 +186,8 @@ def first_float16(params: list[Tensor]) -> Tensor | None:
 def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
     """Return the gradients of ``params`` in batches.
 
-    Some unusual gradients are replaced in ``.grad`` first.
+    Gradients that are Partial DTensors, float16 COO tensors, or lazily conjugated or negated are first
+    replaced in ``.grad``.
     """
     found: dict[tuple[torch.device, ShardLayout | None, Any], tuple[list[Tensor], list[Tensor]]] = {}
     for param in params:
@@ -292,7 +293,8 @@ def match_memory_order(optimizer: Optimizer) -> None:
             grad = param.grad
             if grad is not None and grad.layout is torch.strided and not _has_strides_of(grad, param):
                 param.grad = _laid_out_as(param, grad, optimizer)
-        if params:  # some wrappers have only param_groups and step(), and no state
+        # Some optimizer wrappers have ``param_groups`` and ``step()``, but no ``state``.
+        if params:
             _match_states(params, optimizer)
 
 

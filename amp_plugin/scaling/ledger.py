@@ -24,22 +24,25 @@ changes the records. These sentences complete the table:
   pass, including gradients that it does not reach.
 - If a backward pass runs after ``unscale_`` but before the step and ``update()``, the gradients of that
   optimizer are unscaled again when the pass ends.
-- ``update()`` is a request. S takes its new value once ``waits()`` is false for every optimizer, and at the
-  latest before the next loss is scaled.
-- At the next update, an overflow lowers every loss scale that was applied to a loss of this gradient.
-- The last row of the table applies if an optimizer unscales or steps again after its own step and an update,
-  without a scaled backward pass in between. Writes through ``.data``, NumPy or a collective do not change the
-  version counter. Therefore the gradient counts as scaled, whether or not its version has changed. If the
-  optimizer has unscaled but not stepped, the gradient counts as scaled only if its address has changed.
-- A program may write READY into torch's record of an optimizer, or remove the record. Its gradients then
-  count as they do after a step and an update. They also carry S again when the next backward pass begins.
+- ``update()`` is a request. The LossScale S takes its new value once ``waits()`` is False for every
+  optimizer, and at the latest before the next loss is scaled.
+- At the next update, an overflow in a gradient lowers every loss scale that was applied to a loss of that
+  gradient.
+- The last row of the table, ``assume_scaled``, applies if an optimizer unscales or steps again after its own
+  step and an update, without a scaled backward pass in between. Writes through ``.data``, NumPy or a
+  collective do not change the version counter. Therefore a gradient that the optimizer has stepped with
+  counts as scaled, even if its version counter has not changed. If the optimizer has unscaled but not
+  stepped, a gradient counts as scaled only if its address has changed.
+- A program may set the stage of an optimizer in ``scaler._per_optimizer_states`` to READY, or remove the
+  optimizer's entry. The optimizer's gradients then count as scaled, as after a step and an update. These
+  gradients also carry S again when the next backward pass begins.
 
-The ledger also knows whether a backward pass or the user has changed a gradient. Each time it looks at a
-gradient, it records the gradient's address and version counter, to compare them later::
+The ledger also knows whether a backward pass or the user has changed a gradient. Each time the ledger looks
+at a gradient, it records the gradient's address and version counter, to compare them later::
 
     waits()       Is there a scaled gradient that no optimizer has used since a backward pass added to it?
     has_grown()   Has a backward pass added to a gradient since its last use?
-    is_changed()  Was a gradient written to, replaced or set to None since the last look?
+    is_changed()  Was a gradient written to, replaced or set to None since it was last recorded?
 
 The native core has a faster class in C++ that does the same (``csrc/python/gradient_ledger.cpp``).
 """
@@ -69,22 +72,23 @@ class Record:
 
     carries: LossScale | None
     seen: _Seen = None
-    used_at: int = -1  # the number of updates that had been requested when an optimizer last used it
+    # The number of updates that had been requested when an optimizer last used the gradient.
+    used_at: int = -1
     # The keys are the numbers of optimizers that have used the gradient since the last scaled backward pass.
-    # The value is True if that optimizer has stepped with the gradient since it was last divided.
+    # The value is True if that optimizer has stepped since the gradient was last divided by its loss scale.
     used_by: dict[int, bool] = field(default_factory=dict)
-    # True if, when the last backward pass began, the gradient had grown since an optimizer last used it.
+    # True if a backward pass added to the gradient after its last use and before the latest backward pass.
     has_grown: bool = False
 
     def is_changed(self, grad: Tensor | None) -> bool:
-        """Return whether the gradient was written to, replaced or set to None since the last look."""
+        """Return whether the gradient was written to, replaced or set to None since it was last recorded."""
         now, seen = _seen(grad), self.seen
         if now is None or seen is None:
             return now is not seen
         return seen[0].expired() or seen[1:] != now[1:]
 
     def is_elsewhere(self, grad: Tensor | None) -> bool:
-        """Return whether the gradient is None, or its address has changed since the last look."""
+        """Return whether the gradient is None, or has a new address since it was last recorded."""
         now, seen = _seen(grad), self.seen
         return now is None or seen is None or seen[0].expired() or seen[1] != now[1]
 
@@ -120,7 +124,7 @@ class GradientLedger:
 
         Returns:
             For each loss scale, a tuple of the loss scale (or None), the parameters, and whether a gradient
-            has changed since the last look.
+            has changed since it was last recorded.
         """
         parts: dict[LossScale | None, tuple[list[Tensor], list[bool]]] = {}
         for param, record in zip(self.params, self.records, strict=True):
@@ -141,15 +145,16 @@ class GradientLedger:
             record.has_grown &= grad is not None
             record.used_by.clear()
             record.carries = scale
-            if not goes_on:  # otherwise, changes made by an earlier backward pass would be lost
+            # If the gradient goes on accumulating, keep ``seen``, so that earlier changes are still noticed.
+            if not goes_on:
                 record.seen = _seen(grad)
 
     def carry_nothing(self, optimizer: int, updates: int, steps: bool) -> None:
         """Record that an optimizer uses its gradients, which are already divided by their loss scale.
 
         Args:
-            optimizer: The number of the optimizer. The number is 0 for a clip, because a user may clip
-                repeatedly.
+            optimizer: The number of the optimizer. The number is 0 for a clip, because a user may clip the
+                same gradients repeatedly.
             updates: The number of updates of the loss scale that have been requested.
             steps: True if the optimizer steps with the gradients; False if it only unscales them.
         """
@@ -161,10 +166,10 @@ class GradientLedger:
             record.seen = _seen(grad)
 
     def assume_scaled(self, scale: LossScale, optimizer: int, updates: int) -> bool:
-        """Assume that gradients that carry nothing are scaled, in the same cases as torch.amp.
+        """Assume that unscaled gradients are scaled, in the cases in which torch.amp unscales them again.
 
-        All gradients with which the optimizer has stepped are then assumed to be scaled. A gradient that it
-        has only unscaled is assumed to be scaled if its address has changed.
+        All gradients with which the optimizer has stepped are then assumed to be scaled. A gradient that the
+        optimizer has only unscaled is assumed to be scaled if its address has changed.
 
         Args:
             scale: The scale that they carry from now on.
@@ -209,13 +214,13 @@ class GradientLedger:
     def has_grown(self) -> bool:
         """Return whether a backward pass has added to a gradient since its last use.
 
-        Call this method only after a scaled backward pass has begun. Before that, the user may have changed
-        the gradient.
+        Call this method only after a scaled backward pass has begun. Before the backward pass, a changed
+        gradient may have been changed by the user.
         """
         return any(record.has_grown or record.is_changed(grad) for grad, record in self._each())
 
     def is_changed(self) -> bool:
-        """Return whether any gradient was written to, replaced or set to None since the last look."""
+        """Return whether any gradient was written to, replaced or set to None since it was last recorded."""
         return any(record.is_changed(grad) for grad, record in self._each())
 
     def _each(self) -> list[tuple[Tensor | None, Record]]:

@@ -34,13 +34,14 @@ class LossScale:
         growth_factor: The factor by which the scale grows. ``growth_factor``, ``backoff_factor`` and
             ``growth_interval`` may be changed during training.
         backoff_factor: The factor by which the scale shrinks after an overflow.
-        growth_interval: The number of good steps before the scale grows; 0 for a constant scale.
+        growth_interval: The number of steps without an overflow before the scale grows; 0 for a constant
+            scale.
         init_scale: The first value.
         value: The scale (float32, 0-dim) on the device of the first loss; None before that.
-        growth_tracker: The number of good steps since the last overflow or growth (int32, 0-dim), on the same
-            device.
-        hysteresis_tracker: The number of overflows until the scale shrinks, including the one at which it
-            does (int32, 0-dim), on the same device.
+        growth_tracker: The number of steps since the last overflow or growth of the scale (int32, 0-dim), on
+            the device of ``value``.
+        hysteresis_tracker: The number of overflows left until the scale shrinks (int32, 0-dim), on the device
+            of ``value``. At 1, the next overflow shrinks the scale.
         generation: A number that increases whenever the value may have changed.
         later: A list to which the next update appends the new scale. StepResult objects keep the list.
         found_inf: 1.0 if a check since the last update found an overflow (float32, 0-dim); None if there
@@ -135,7 +136,8 @@ class LossScale:
 
         Args:
             found_inf: 1.0 if there was an overflow, else 0.0 (float32, 0-dim).
-            includes: Flags recorded earlier. ``found_inf`` is their maximum, so it already includes them.
+            includes: Flags recorded earlier, which ``found_inf`` already includes, because it is the maximum
+                of these flags.
         """
         found_inf, before = moved(found_inf, self.require().device), self.found_inf
         if before is None or any(before is flag for flag in (found_inf, *includes)):
@@ -144,7 +146,7 @@ class LossScale:
             self.found_inf = torch.maximum(before, found_inf)
 
     def replace_checks(self, found_infs: Iterable[Tensor], *, keep: bool) -> None:
-        """Replace the recorded overflow flags. With ``keep``, keep flags of earlier requested updates."""
+        """Replace the recorded overflow flags, or (with ``keep``) combine the new flags with them."""
         self.found_inf = self.found_inf if keep else None
         for found_inf in found_infs:
             self.record(found_inf)
@@ -183,7 +185,7 @@ class LossScale:
         return self.init_scale if self.value is None else self.value.item()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state under torch's keys. A constant scale saves torch's default factors. Host sync."""
+        """Return the state under torch's keys. With a constant scale, the factors are torch's. Host sync."""
         rule = self if self.options.dynamic else LossScaleOptions()
         return {
             "scale": self.item(),
@@ -238,12 +240,12 @@ def is_state(given: Any) -> bool:
 
 
 def widened(output: Tensor) -> Tensor:
-    """Convert float16 to float32, except for 0-dim tensors, which multiplying by the scale converts."""
+    """Convert float16 to float32, except for 0-dim tensors, which become float32 when they are scaled."""
     return output.float() if output.dtype is torch.float16 and output.dim() else output
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on ``device``. Only a copy to the host waits; other copies are ordered by streams."""
+    """Return a tensor on ``device``. The host waits only for a copy to the CPU."""
     if tensor.device == device:
         return tensor
     to_host = device.type == "cpu" and tensor.device.type != "cpu"
@@ -268,9 +270,9 @@ def _one(device: torch.device, stream: int) -> Tensor:
 
 
 def divisor_of(scale: LossScale | None, device: torch.device) -> tuple[Tensor, bool]:
-    """Return the number that unscales gradients on ``device`` (float32, 0-dim), and whether to divide."""
+    """Return a number that unscales gradients on ``device`` (float32, 0-dim), and whether it is a divisor."""
     if scale is None:
-        # Captured graphs and fake tensors need a tensor of their own.
+        # A captured CUDA graph and fake tensors must not use the cached tensor.
         own = capturing(device) or torch._guards.detect_fake_mode() is not None
         return (_one.__wrapped__ if own else _one)(device, stream_number(device)), False
     value = scale.require()
@@ -286,7 +288,8 @@ def scale_outputs(outputs: Any, apply: Callable[[Tensor], Tensor]) -> Any:
         content = {key: scale_outputs(value, apply) for key, value in outputs.items()}
         try:
             return type(outputs)(content)  # type: ignore[call-arg]
-        except TypeError:  # the constructor of this mapping takes other arguments
+        except TypeError:
+            # The constructor of this kind of mapping does not accept a dict.
             return content
     if isinstance(outputs, list | tuple):
         items = (scale_outputs(value, apply) for value in outputs)

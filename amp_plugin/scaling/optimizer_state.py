@@ -53,8 +53,10 @@ _OWN_UNSCALING = (
     "all of them by one: use one loss scale, or leave _unscale_grads_ as it is."
 )
 
-_WRITTEN: Final = -1  # takes the place of the number of updates if a program has set the stage to READY
-_MOST_KEPT = 16  # if there are more measurements than this, they are joined
+# Stored instead of the number of updates if a program has set an optimizer's stage to READY.
+_WRITTEN: Final = -1
+# If an optimizer has more measurements than this, measurements of the same gradients are joined.
+_MOST_KEPT = 16
 _numbers = itertools.count(1)
 
 
@@ -85,7 +87,8 @@ class OptimizerState:
         self.names: Names = {}
         self.ledger: Any = make_ledger([], (), None)
         self.layouts: tuple[ShardLayout, ...] = ()
-        self.backwards = self._answered = 0  # ``_answered`` is ``backwards`` at the last unscaling or step
+        # ``_answered`` is the value that ``backwards`` had at the optimizer's last unscaling or step.
+        self.backwards = self._answered = 0
         self._sharers: list[OptimizerState] = []  # states of other optimizers that share parameters
         self.result: StepResult | None = None
         # The optimizer's last stage, and the number of updates that had been requested when it was set.
@@ -105,7 +108,7 @@ class OptimizerState:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer. The optimizer exists as long as the ScalerCore holds this state."""
+        """The optimizer. When it is deleted, the ScalerCore drops this state."""
         return self._optimizer()
 
     @property
@@ -140,10 +143,11 @@ class OptimizerState:
 
         Args:
             params: The parameters.
-            others: The states of all optimizers of the scaler. The new ledger reuses their records of shared
-                parameters.
+            others: The states of all optimizers of the scaler. The new ledger reuses the records of
+                parameters that optimizers share.
             last: The loss scale of the last scaled backward pass, which gradients of new parameters carry.
-                None if there was no such pass, so that they carry the default loss scale, as in torch.amp.
+                None if there was no scaled backward pass. Gradients of new parameters then carry the default
+                loss scale, as in torch.amp.
         """
         mine = {id(param) for param in self.params}
         new = [param for param in params if id(param) not in mine]
@@ -203,7 +207,7 @@ class OptimizerState:
         self.names.update((id(param), (param, name)) for name, param in named.items())
 
     def name_of(self, param: Tensor) -> str:
-        """Return the name of one parameter, for an error. If nobody named it, all modules are searched."""
+        """Return a parameter's name for an error. If it has none, all modules of the process are searched."""
         paths = {id(own): (own, path) for path, own in module_paths([param]).items()}
         names = names_of(self.params, self._optimizer(), paths | self.names)
         return names[next(i for i, own in enumerate(self.params) if own is param)]
@@ -267,7 +271,7 @@ class OptimizerState:
     def contribute(self, scale: LossScale, found: list[Measurement], *, was_awaited: bool) -> None:
         """Record a loss scale that gradients had before they were rescaled, with the overflows found then.
 
-        All ranks record the same loss scales. The next measurement tells all of them whether there was an
+        All ranks record the same loss scales. The next measurement tells all ranks whether there was an
         overflow.
         """
         overflows = [measurement.found_inf for measurement in found]
@@ -418,11 +422,11 @@ class OptimizerState:
         self._use_as(OptState.UNSCALED)
 
     def write_stage(self, stage: OptState) -> None:
-        """Set the stage that a program has written into torch's record.
+        """Set the stage that a program has written into ``_per_optimizer_states``.
 
         After UNSCALED or STEPPED, the gradients count as unscaled. After READY, gradients that the optimizer
-        has unscaled or stepped with carry the default loss scale again when it uses them, or when a scaled
-        backward pass begins.
+        has unscaled or stepped with carry the default loss scale again when the optimizer uses them, or when
+        a scaled backward pass begins.
         """
         if stage is OptState.READY:
             if self.stage is OptState.UNSCALED and not self.is_awaited:
@@ -436,17 +440,17 @@ class OptimizerState:
         self._use_as(stage)
 
     def write_found(self, found_inf_per_device: dict[Any, Tensor]) -> None:
-        """Replace the overflow flags with those that a program has written into torch's record."""
+        """Replace the overflow flags with those that a program wrote into ``_per_optimizer_states``."""
         self.forget_overflows()
         self.found_inf_per_device = found_inf_per_device
 
     def switch(self, enabled: bool) -> None:
-        """Adapt to loss scaling being switched on or off. When it is off, gradients count as unscaled."""
+        """Switch loss scaling on or off. While loss scaling is off, gradients count as unscaled."""
         if not enabled:
             self.ledger.carry_nothing(0, self.shared.updates, False)
             self._answered = self.backwards
         elif self.stage is OptState.STEPPED:
-            # The optimizer may have stepped in the meantime, without an update.
+            # While loss scaling was off, the optimizer may have stepped without an update.
             self.write_stage(OptState.READY)
 
     def _use_as(self, stage: OptState) -> None:

@@ -132,7 +132,7 @@ Names = dict[int, tuple[Tensor, str]]
 def names_of(params: Sequence[Tensor], optimizer: Optimizer | None, given: Names) -> list[str]:
     """Return a name for each parameter.
 
-    This is the name given to ``register()``, else the optimizer's own name for it, else its group and index.
+    The name is the one given to ``register()``, else the optimizer's own name, else the group and index.
     """
     known: list[str] = []
     for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
@@ -167,7 +167,7 @@ def report_of(
 ) -> OverflowReport:
     """Return a report about an optimizer's parameters whose gradients were not finite.
 
-    This is a host sync, unless ``copies`` contains the flags of the measurements in host memory.
+    Making the report is a host sync, unless ``copies`` contains the flags of the measurements in host memory.
     """
     all_flags = copies or [measured.flags for measured in measurements]
     index = {id(param): i for i, param in enumerate(params)}

@@ -5,9 +5,9 @@
     scaled = d(outputs * scale) / d(inputs)        outside autocast
     grads  = scaled / scale                        float32, differentiable with create_graph
 
-If the gradients overflow, they are inf or nan. Then the backward pass of the penalty overflows too, and the
-optimizer step is skipped. The overflow also lowers the loss scale at the next update. No function of this
-module waits for the device.
+If the scaled gradients overflow, the penalty and its backward pass overflow too, and the optimizer step is
+skipped. The overflow also lowers the loss scale at the next update. No function of this module waits for the
+device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def grad(
     """Return unscaled gradients of scaled outputs. The interface is that of ``torch.autograd.grad``.
 
     Args:
-        outputs: The tensors to differentiate. They must be 0-dim if ``grad_outputs`` is None.
+        outputs: The tensors to differentiate. The tensors must be 0-dim if ``grad_outputs`` is None.
         inputs: The tensors with respect to which the outputs are differentiated.
         scaler: The scaler whose scale is used. With None or a disabled scaler nothing is scaled.
         grad_outputs: The vectors of the vector-Jacobian product, as in ``torch.autograd.grad``.
@@ -64,7 +64,7 @@ def grad(
         for context in _surroundings:
             surroundings.enter_context(context())
         if loss_scale is not None:
-            # No hook records this backward pass, because it adds to no ``.grad``.
+            # This backward pass needs no hook that records it, because it does not write to ``.grad``.
             targets = tuple(map(loss_scale.multiply, targets))
         grads = torch.autograd.grad(
             targets,
@@ -97,14 +97,14 @@ def gradient_penalty(
 
     Args:
         outputs: The tensors to differentiate. A critic's scores are summed.
-        inputs: The tensors with respect to which the outputs are differentiated. With ``"wgan-gp"`` they are
-            samples; with ``"l2"`` they can also be parameters.
+        inputs: The tensors with respect to which the outputs are differentiated. With ``"wgan-gp"`` the
+            inputs are samples; with ``"l2"`` the inputs can also be parameters.
         scaler: The scaler whose scale is used.
         kind: The penalty.
         target: The norm at which the penalty is 0, for ``kind="wgan-gp"``.
 
     Returns:
-        The penalty (float32, 0-dim). Add it to the loss before ``scaler.scale``.
+        The penalty (float32, 0-dim). Add the penalty to the loss before you call ``scaler.scale``.
 
     Raises:
         ValueError: ``kind`` is unknown.

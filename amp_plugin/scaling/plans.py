@@ -87,7 +87,8 @@ class Fused:
         if self.divides:
             return call(), skipped
         if skipped is not None and not state.shared.enabled:
-            return _take_unless(found, optimizer, call)  # bitwise equal to torch's step without a scaler
+            # This step on the CPU is bitwise equal to torch's step without a scaler.
+            return _take_unless(found, optimizer, call)
         if any(param.grad is not None for param in _without_momentum(optimizer)) and found.item() > 0:
             return None, True
         with _kernel_reads(optimizer, found):

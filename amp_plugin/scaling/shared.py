@@ -122,7 +122,8 @@ class Shared:
         """Raise AssertionError if no loss has been scaled.
 
         Lightning and Accelerate scale all losses themselves, and their first batches may have no loss. If no
-        parameter has a gradient in such a batch, no error is raised, and the loss scale is initialized.
+        parameter has a gradient after a batch without a loss, no error is raised, and the loss scale is
+        initialized.
 
         Args:
             call: The name of the method that needs the loss scale.

@@ -3,12 +3,12 @@
 ::
 
     add(step)   counts a step on the device, and queues it until the host knows whether it was skipped.
-    read()      takes steps from the queue, in order, once the host knows whether they were skipped. It
-                counts skips in a row, and calls the subscribers, such as adapters and the run report.
+    read()      takes steps from the queue, in order, once the host knows whether they were skipped. read()
+                also counts skips in a row, and calls subscribers such as adapters and the run report.
 
 On the CPU the host knows at once whether a step was skipped. On a GPU it learns later whether a fused or
-one-pass step was skipped. Such a step is read when a later step is added, when ``update()`` is called, or
-when a caller waits for the device.
+one-pass step was skipped. The step then leaves the queue when a later step is added, when ``update()`` is
+called, or when a caller waits for the device.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ class StepResult:
         max_norm: The ``max_norm`` of ``clip_and_step``; None if the step itself did not clip.
         how: A description of how the step was taken and, if it was not taken in one pass, why not.
         one_pass: True if it was taken in one pass.
-        judged: The result of ``judge_step_`` (float32, ``[5]``); None if ``on_spike`` is not set.
+        judged: The result of ``judge_step_`` (float32, ``[6]``); None if ``on_spike`` is not set.
         optimizer: A function that returns the optimizer, or None if the optimizer no longer exists.
             ``optimizer``, ``name``, ``number`` and ``in_a_row`` are set when the host knows whether the step
             was skipped.
-        name: The optimizer's number, in the order of first steps, and its type, such as ``"0: AdamW"``.
+        name: The number of the optimizer and the name of its class, separated by a colon. The optimizer that
+            stepped first has number 0.
         number: The number of the step, counted from 1 for each optimizer in this run.
         in_a_row: The number of consecutive skipped steps of the optimizer, up to and including this step.
         time: The time of the step, in seconds since 1970.
@@ -314,7 +315,8 @@ class _Record:
         """Forget all skips."""
         self.skipped: Tensor | None = None  # float32, 0-dim, on the device
         self.in_a_row = 0
-        self.owed = 0  # skipped steps for which schedulers have yet to be held back
+        # The number of known skips for which learning rate schedulers have not been held back yet.
+        self.owed = 0
         self.is_held = False
 
     def count(self, found: Tensor, *, skipped: bool | None) -> None:
@@ -326,7 +328,8 @@ class _Record:
             self.skipped = torch.zeros_like(found)
         if skipped is not False:
             self.skipped = self.skipped.to(found.device)
-            self.skipped.add_(found)  # in place, so that each replay of a CUDA graph counts its step
+            # The addition is in place, so that each replay of a captured CUDA graph counts its step.
+            self.skipped.add_(found)
 
     def learn(self, *, skipped: bool) -> None:
         """Count a step after the host has learned whether it was skipped."""
@@ -335,7 +338,7 @@ class _Record:
         self.owed += skipped
 
     def hold(self) -> None:
-        """If a known skip has not held learning rate schedulers back yet, hold them back at this step."""
+        """Hold learning rate schedulers back at this step, if a known skip has not done so before."""
         self.is_held = self.owed > 0
         self.owed -= self.is_held
 
@@ -371,7 +374,8 @@ class StepTotals:
         """Forget all steps."""
         self._steps = self._skipped = 0
         self._logs: weakref.WeakSet[StepLog] = weakref.WeakSet()
-        self._late: list[Tensor] = []  # ``found_inf`` of steps that were unread when their log was deleted
+        # ``found_inf`` of steps that were still in the queue of a log when the log was deleted.
+        self._late: list[Tensor] = []
         self._scale: Callable[[], Tensor | None] = lambda: None
 
     def follow(self, log: StepLog) -> None:
@@ -418,17 +422,18 @@ class StepLog:
     def __init__(self, skipped_before: int = 0) -> None:
         # The number of skipped steps from a loaded state or a copied scaler.
         self.skipped_before = skipped_before
-        self.has_captured = False  # True after a step in a CUDA graph; its replays call no subscriber
+        # True once a step was captured in a CUDA graph. Replays of the graph do not call subscribers.
+        self.has_captured = False
         self._records: dict[int, _Record] = {}
         self._met = 0  # the number of optimizers so far, including deleted ones
         self._late: deque[tuple[_Record, StepResult]] = deque()  # unread steps
         self._waits = False  # True to wait for the device after each step
         self._subscribers: list[Subscriber] = []
-        # Subscribers to losses. While there is one, the host waits for each step.
+        # Functions that are called with each loss. If there are any, the host waits after each step.
         self._hearers: list[Callable[[Any], None]] = []
         self._has_taken = False  # True once this training run has taken a step
         self._has_warned = False  # True after the warning about a skip without a loss scale
-        # The last skipped step, until this run takes its first step.
+        # The last skipped step; None if no step was skipped, or if this run has taken a step.
         self._last_skip: StepResult | None = None
         for follower in _followers:
             follower(self)
@@ -446,7 +451,7 @@ class StepLog:
             self.read(wait=self._waits or record.exact or len(self._late) > _MOST_LATE)
         finally:
             record.hold()
-        # This comes after ``hold``, so that a watcher has no influence on when schedulers are held back.
+        # Wait only after ``hold``, so that watching a run does not change when schedulers are held back.
         if self._hearers:
             self.read(wait=True)
 
@@ -474,7 +479,7 @@ class StepLog:
         finalizer.atexit = False
 
     def unread_steps(self) -> list[StepResult]:
-        """Return, in order, the steps of which the host does not know yet whether they were skipped."""
+        """Return, in order, the steps whose outcome the host does not know yet."""
         return [result for _, result in self._late]
 
     def end_run(self, warn: Callable[[str], Any] | None = warn_user) -> None:
@@ -526,7 +531,7 @@ class StepLog:
             subscriber(result)
 
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
-        """Return the number of skipped steps of one optimizer, or of all optimizers if it is None.
+        """Return the number of skipped steps of one optimizer, or of all optimizers if ``optimizer`` is None.
 
         The host waits for the device.
         """
@@ -536,12 +541,12 @@ class StepLog:
         return self.skipped_before + sum(record.total() for record in self._records.values())
 
     def holds_schedulers(self, optimizer: Optimizer) -> bool:
-        """Return whether schedulers are held back after the optimizer's last step (once per known skip)."""
+        """Return True if learning rate schedulers must not advance after the optimizer's last step."""
         record = self._records.get(id(optimizer))
         return record is not None and record.is_held
 
     def wait_for(self, optimizer: Optimizer | None = None) -> None:
-        """From now on, wait for the device after each step of this optimizer; None means any optimizer."""
+        """From now on, wait for the device after each step of this optimizer; None means every optimizer."""
         if optimizer is None:
             self._waits = True
         else:
@@ -550,7 +555,7 @@ class StepLog:
     def _record_of(self, optimizer: Optimizer) -> _Record:
         record = self._records.get(id(optimizer))
         if record is None or record.optimizer() is not optimizer:
-            # Keep the skip count of a deleted optimizer that had the same id.
+            # If a deleted optimizer had the same id, keep its skip count in the total.
             self.skipped_before += 0 if record is None else record.total()
             self._met += 1
             record = self._records[id(optimizer)] = _Record(optimizer, self._met - 1)

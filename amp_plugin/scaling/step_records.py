@@ -2,7 +2,7 @@
 
 ::
 
-    hear(step)   When the host knows whether the step was skipped, copy its numbers to the host.
+    hear(step)   When the host knows whether the step was skipped, copy the step's numbers to the host.
     pass_on()    When the copies have arrived, make a StepRecord, and write it or pass it to a function.
 
 Recording a step does not wait for the device and launches no kernel. On a GPU, a record is written a few
@@ -37,7 +37,8 @@ NEWS: Final = logging.getLogger("amp_plugin")
 _FILE_BYTES: Final = 64 * 2**20  # a new log file is started at this size
 _OLDER_FILES: Final = 9
 _MOST_NAMES: Final = 5
-_NO_LIMIT: Final = 3e38  # a larger limit means that spikes are not judged yet (warm-up)
+# The limit for spikes is above this number only during warm-up, when no step counts as a spike.
+_NO_LIMIT: Final = 3e38
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +48,8 @@ class StepRecord:
     Attributes:
         step: The number of the step, from 1 on. Each optimizer has its own count, which starts with this run
             and includes skipped steps.
-        optimizer: The number and type of the optimizer, such as ``"0: AdamW"``. The optimizer that stepped
-            first has number 0.
+        optimizer: The number of the optimizer and the name of its class, separated by a colon. The optimizer
+            that stepped first has number 0.
         verdict: One of ``"landed"``, ``"overflow"``, ``"nan"``, ``"spike"`` and ``"held"``, the same as the
             ``verdict`` of :meth:`amp_plugin.GradScaler.last_step`.
         skipped: True if the weights have not changed. A spike that was clipped is not skipped.
@@ -56,7 +57,7 @@ class StepRecord:
         norm: The norm of the unscaled gradients before clipping; None if it was not measured, or is not
             finite.
         clipped_norm: The norm of the unscaled gradients after all clipping.
-        value: The norm or loss that ``on_spike`` judged; None without ``on_spike``.
+        value: The norm or loss that ``on_spike`` compared with its limit; None without ``on_spike``.
         limit: The largest norm or loss that ``on_spike`` would have accepted; None without ``on_spike`` and
             during its warm-up.
         parameters: At most five parameters whose gradients were not finite. The parameters nearest the loss
@@ -117,9 +118,10 @@ class StepRecorder:
     If a record cannot be written, there is one warning, and training continues without records.
 
     Args:
-        to: Where records go. If this is a path, each record is written to that file as one line of JSON. If
-            it is a function, it is called with each record. If it is None, no record is written, and the
-            logger ``amp_plugin`` gets an INFO message for each step that was skipped or clipped.
+        to: Where records go. If ``to`` is a path, each record is written to that file as one line of JSON. If
+            ``to`` is a function, the function is called with each record. If ``to`` is None, no record is
+            written, and the logger ``amp_plugin`` gets an INFO message for each step that was skipped or
+            clipped.
     """
 
     def __init__(self, to: str | Path | Callable[[StepRecord], Any] | None) -> None:
@@ -218,7 +220,7 @@ def _raise_again(_: logging.LogRecord) -> None:
 
 
 def _end_torn_line(path: Path) -> None:
-    """Append a newline to a file if a run was killed while its last line was being written."""
+    """Append a newline to a log file if a run was killed while it was writing the last line."""
     if path.is_file() and path.stat().st_size:
         with path.open("rb+") as file:
             file.seek(-1, 2)
@@ -242,15 +244,17 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     Example:
         >>> import tempfile, torch
         >>> from amp_plugin import GradScaler, read_records
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     scaler = GradScaler("cpu", log=f"{folder}/run.jsonl")
-        ...     weight = torch.nn.Parameter(torch.ones(2))
-        ...     optimizer = torch.optim.SGD([weight], lr=0.1)
-        ...     scaler.scale(weight.sum()).backward()
-        ...     value = scaler.step(optimizer)
-        ...     scaler.update()
-        ...     [(record["step"], record["verdict"]) for record in read_records(f"{folder}/run.jsonl")]
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = f"{folder.name}/run.jsonl"
+        >>> scaler = GradScaler("cpu", log=path)
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> scaler.scale(weight.sum()).backward()
+        >>> value = scaler.step(optimizer)
+        >>> scaler.update()
+        >>> [(record["step"], record["verdict"]) for record in read_records(path)]
         [(1, 'landed')]
+        >>> folder.cleanup()
     """
     path = Path(path)
     older = [path.with_name(f"{path.name}.{number}") for number in range(_OLDER_FILES, 0, -1)]

@@ -4,7 +4,7 @@
 
     choose       Choose among a one-pass step, a fused step and a plain step.
     measure      Measure the norm of the gradients and found_inf in one read.
-    combine      Combine both numbers over all ranks.
+    combine      Combine the norm and found_inf over all ranks.
     judge        With on_spike=, decide whether the step is a spike.
     clip factor  Compute the factor, if the step also clips.
     take         Step unless found_inf is 1. The host waits for found_inf only in a plain step.
@@ -81,7 +81,7 @@ def take_step(
 def _take_after_closure(
     state: OptimizerState, closure: Callable[[], Any], call: Callable[[], Any], clip: NormClip | None
 ) -> tuple[Any, StepResult]:
-    """Run the closure, then step in one pass. Torch's own steps also run the closure first."""
+    """Run the closure first, as torch's own optimizers do, and then step in one pass."""
     value, is_scaled = closures.run(state, closure), state.shared.enabled
     if is_scaled:
         state.shared.require_scale("step", state.params)
@@ -98,7 +98,8 @@ def _take(
         clip.refuse_nonfinite(state.measure(unscale=False, norm_type=clip.norm_type)[0])
     plan = choose(optimizer, why_not, scales=state.shared.enabled)
     scales, is_one_pass = state.scales_carried(), isinstance(plan, OnePass)
-    divides = plan.divides and len(scales) == 1  # otherwise no single divisor fits all gradients
+    # If the gradients have several loss scales, no single divisor fits all gradients.
+    divides = plan.divides and len(scales) == 1
     if not is_one_pass:
         match_memory_order(optimizer)
     norm_type = state.norm_type if clip is None else clip.norm_type
@@ -141,15 +142,16 @@ def refuse_nothing_checked(core: ScalerCore, state: OptimizerState) -> None:
     """Raise AssertionError, as torch.amp does, if an optimizer has no gradient that can be checked.
 
     Unlike in torch.amp, an optimizer may step without gradients if another optimizer has gradients, as in a
-    GAN, or if another rank may have gradients. Under Lightning and Accelerate it may also step in a batch
-    without a loss. An object without parameters must not step without gradients, because it may be a mock
-    around an optimizer whose gradients are scaled.
+    GAN, or if another rank may have gradients. Under Lightning and Accelerate an optimizer may also step
+    without gradients in a batch without a loss. An object without parameters must not step without gradients,
+    because it may be a mock around an optimizer whose gradients are scaled.
     """
     nothing = not state.found_inf_per_device and not state.ledger.has_gradients()
     has_no_loss = core.shared.scales_all and bool(state.params) and not state.is_awaited
     if not (core.shared.enabled and nothing) or has_no_loss or state.spans_ranks:
         return
-    core.refresh_joined()  # parameters with gradients may have been added to another optimizer
+    # Parameters with gradients may have been added to another optimizer in the meantime.
+    core.refresh_joined()
     if not state.params or not any(_has_checked(other) for other in core if other is not state):
         raise AssertionError(_NOTHING_CHECKED.format(kind=type(state.optimizer).__name__))
 

@@ -1,10 +1,10 @@
 """The attributes and methods of torch.amp.GradScaler that other code uses, including private ones.
 
 Lightning, Accelerate and others check ``isinstance(scaler, torch.amp.GradScaler)``, and read or write
-``_scale``, ``_device``, ``_lazy_init_scale_growth_tracker`` or ``_per_optimizer_states``. Methods of torch's
-class never change this scaler, because those that would change it are overridden. If a program overrides
-``_unscale_grads_`` or ``_maybe_opt_step``, its method is called where torch.amp calls it. Writing to
-``_per_optimizer_states`` changes the state of this scaler's optimizers.
+``_scale``, ``_device``, ``_lazy_init_scale_growth_tracker`` or ``_per_optimizer_states``. All methods of
+torch's class that would change this scaler are overridden. If a program overrides ``_unscale_grads_`` or
+``_maybe_opt_step``, its method is called where torch.amp calls it. Writing to ``_per_optimizer_states``
+changes the state of this scaler's optimizers.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class TorchNames(torch.amp.GradScaler):
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval.
 
-        If at least ``new_interval`` good steps have already passed, the scale grows after the next good step.
+        If at least ``new_interval`` steps without an overflow have already passed, the scale grows after the
+        next step without an overflow.
         """
         self._dynamic("set_growth_interval").growth_interval = whole("growth_interval", new_interval)
 
@@ -173,7 +174,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         self[key].update(values)
 
     def complete(self) -> OptimizerRecords:
-        """Return these records, after adding those of optimizers that an entry point has unscaled itself."""
+        """Return these records, after adding one for each optimizer whose stage is not READY."""
         for state in self._core:
             if state.stage is not OptState.READY and id(state.optimizer) not in self._wrapped.values():
                 self[id(state.optimizer)]
@@ -249,7 +250,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
 
 
 class OptimizerRecord(MutableMapping[str, Any]):
-    """torch's record of one optimizer, with its stage, its overflows by device, and a program's entries."""
+    """An optimizer's entry in ``_per_optimizer_states``, with its stage and its overflow flags by device."""
 
     def __init__(self, records: OptimizerRecords, key: int) -> None:
         self._records, self._key = records, key

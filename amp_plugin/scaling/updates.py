@@ -1,8 +1,8 @@
 """Multiplies scaled gradients by new/old when a backward pass uses another loss scale or the scale changes.
 
-Only a backward pass from a scaled loss produces scaled gradients. A version counter cannot tell a backward
-pass from a clip. Therefore a hook on the scaled loss records each backward pass. The hook runs before the
-pass computes the gradient of any parameter.
+Only a backward pass from a scaled loss produces scaled gradients. The version counter of a gradient does not
+show whether a backward pass or a clip has changed it. Therefore a hook on the scaled loss records each
+backward pass. The hook runs before the pass computes the gradient of any parameter.
 
 ``update()`` is a request. The scale changes once no gradient depends on the old scale.
 """
@@ -62,7 +62,7 @@ def _begin(
 ) -> Tensor | None:
     """Record that a backward pass begins.
 
-    If the scale has changed since ``scale()`` was called, correct the gradient.
+    If the scale has changed since ``scale()`` was called, multiply the gradient of the loss by new/old.
     """
     if (known := core()) is not None:
         _begin_backward(known, scale)
@@ -82,7 +82,7 @@ def _begin_backward(core: ScalerCore, scale: LossScale) -> None:
     again = [state for state in core if state.stage is OptState.UNSCALED and None in state.scales_carried()]
     for state in core:
         state.begin_backward(scale)
-    # Queued twice, so that it runs after callbacks that DDP and FSDP queue during the backward pass.
+    # A callback queues this callback, so that it runs after those that DDP and FSDP queue during backward.
     if again:
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(partial(_unscale_again, again)))

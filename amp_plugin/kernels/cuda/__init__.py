@@ -22,7 +22,7 @@ def rule_names() -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """The CUDA function ``name`` in ``name.cu``, compiled for one norm, for one rule, or for neither."""
+    """The CUDA function ``name`` in ``name.cu``, compiled for one norm type, one rule, or neither."""
 
     name: str
     # A name in NORMS if the file is compiled once for each norm, else "".
@@ -72,7 +72,7 @@ def tuning_of(kernel: Kernel) -> Tuning:
 
 
 def all_kernels() -> Iterator[Kernel]:
-    """Yield every CUDA kernel of the package, for every norm and every rule."""
+    """Yield every CUDA kernel of the package, for every norm type and every optimizer rule."""
     for file in sorted(SOURCES.glob("*.cu")):
         if file.stem in _OF_EACH_NORM:
             yield from (Kernel(name=file.stem, norm=norm) for norm in NORMS)

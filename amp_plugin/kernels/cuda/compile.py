@@ -31,8 +31,8 @@ def compile_cubin(kernel: Kernel, architecture: str) -> bytes:
         program = Program(source, "c++", options=options_for(kernel, architecture))
         return bytes(program.compile("cubin").code)
     except Exception as error:  # cuda-core's error types are private
-        # The traceback would keep the Program object alive as part of a reference cycle.
-        # When the garbage collector freed the cycle, the object would print an AttributeError.
+        # Delete the Program object now, because the traceback would put it into a reference cycle.
+        # A Program object that the garbage collector frees prints an AttributeError.
         del program
         log = str(error).replace("\0", "")
         msg = f"NVRTC cannot compile {kernel.name}.cu for {architecture}: {log}"
@@ -106,7 +106,7 @@ def identity_of(architecture: str, blocks: Sequence[int]) -> int:
 
 
 def architecture_for(major: int, minor: int) -> str:
-    """Return the newest architecture that NVRTC supports and a GPU of this compute capability can run.
+    """Return the newest architecture that both NVRTC and a GPU of this compute capability support.
 
     A GPU can run machine code for its own major compute capability and the same or a lower minor one.
     """
