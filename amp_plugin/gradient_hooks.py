@@ -41,7 +41,7 @@ def unscaled_hooks(scaler: Any) -> Iterator[None]:
     loss that was scaled with the default loss scale. The hooks cause no host sync.
 
     Args:
-        scaler: The object that holds the loss scale. It is a GradScaler of amp_plugin or torch, a plugin for
+        scaler: The holder of the loss scale, which is a GradScaler of amp_plugin or torch, a plugin for
             Fabric or the Trainer, or an AmpAccelerator. If the scaler is disabled, the hooks receive
             unchanged gradients.
 

@@ -42,8 +42,8 @@ class OptionError(ValueError, TypeError):
         option: the option's name.
         value: the value that was given.
         allowed: a description of the allowed values.
-        source: the place where the option was set. It is ``"argument"``, the name of an environment variable,
-            ``AMP_PLUGIN_CONFIG=<file>``, or the class of an options object such as ``"AmpKwargs"``.
+        source: the place where the option was set, which is ``"argument"``, the name of an environment
+            variable, ``AMP_PLUGIN_CONFIG=<file>``, or the class of an options object such as ``"AmpKwargs"``.
 
     Example:
         >>> from amp_plugin import GradScaler, OptionError

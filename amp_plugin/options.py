@@ -443,7 +443,7 @@ class PluginOptions(PrecisionOptions, _Precision):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(PrecisionOptions):
-    """The options of a training run, for entry points without a callback like AmpMonitor."""
+    """The options of a training run, for entry points that cannot use a callback such as AmpMonitor."""
 
     max_skips_in_a_row: Annotated[
         int,

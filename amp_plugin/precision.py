@@ -19,7 +19,7 @@ DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.fl
 _SHORT: Final = {**{dtype: name for name, dtype in DTYPES.items()}, torch.float64: "fp64"}
 BELOW_16_BITS: Final = ("fp8", "fp8-rowwise", "mxfp8", "nvfp4")
 # Maps each precision to the dtype of autocast in training.
-# For formats below 16 bits, this dtype applies to all ops outside converted layers.
+# With a precision below 16 bits, ops outside converted layers run under autocast in bfloat16.
 TRAINING_DTYPES: Final = {**DTYPES, **dict.fromkeys(BELOW_16_BITS, torch.bfloat16)}
 STOCK_NAMES: Final = {
     "fp16": "16-mixed",

@@ -1,9 +1,10 @@
 """Registers optimizer pre-step hooks that only observe the optimizer.
 
-In some optimizer steps, the kernel that updates the weights also unscales the gradients. These steps run no
-pre-step hooks, because a hook would see gradients that are still scaled. An optimizer with an ordinary
-pre-step hook therefore never steps in this way. If a hook neither reads gradients nor changes the optimizer,
-register it with :func:`register_quiet_hook`. Such a hook does not prevent these steps.
+In some optimizer steps, the kernel that updates the weights also unscales the gradients. Optimizer steps of
+this kind run no pre-step hooks, because a hook would see gradients that are still scaled. If an optimizer has
+an ordinary pre-step hook, amp_plugin therefore unscales its gradients before the step. If a hook neither
+reads gradients nor changes the optimizer, register it with :func:`register_quiet_hook`. A quiet hook does not
+change how the optimizer steps.
 """
 
 from __future__ import annotations

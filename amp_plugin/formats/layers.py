@@ -319,7 +319,7 @@ def is_within(name: str, modules: Collection[str]) -> bool:
 
 
 def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
-    """Make the filter of Accelerate's AORecipeKwargs also leave out the modules in ``names``.
+    """Make the filter of Accelerate's AORecipeKwargs also exclude the modules in ``names``.
 
     If the recipe has no filter, the first and the last Linear layer are also left out, as Accelerate does.
     """

@@ -113,7 +113,7 @@ _SIGNS: Final = (1, 1, -1, 1, -1, -1, 1, 1, 1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def transformed(matrix: Tensor) -> Tensor:
-    """Apply the Hadamard transform to each group of 16 elements in a row, which spreads out outliers."""
+    """Spread out outliers with a Hadamard transform of each group of 16 elements in a row."""
     from torchao.prototype.moe_training.nvfp4_training.hadamard_utils import (  # noqa: PLC0415 - optional
         get_rht_matrix,
     )
@@ -173,7 +173,7 @@ class Rounded(torch.autograd.Function):
 
 
 class EmulatedLinear(nn.Linear):
-    """A Linear layer that emulates nvfp4, because torchao has no emulation of nvfp4.
+    """A Linear layer that emulates nvfp4, which torchao cannot emulate.
 
     The layer computes in the dtype of autocast. Outside of autocast, the layer computes in the dtype of its
     input.

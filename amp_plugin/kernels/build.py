@@ -75,7 +75,7 @@ def native_core() -> NativeCore:
     """Return the native core. The first call compiles and loads it.
 
     Several threads and processes may call this function at the same time. If the core cannot be loaded, no
-    error is raised. Instead ``loaded`` is False, ``reason`` says why, and one RuntimeWarning is issued.
+    error is raised, but one RuntimeWarning is issued. ``loaded`` is then False, and ``reason`` says why.
 
     Returns:
         The native core. Every call returns the same object.
@@ -287,7 +287,7 @@ def _failure(log: Path) -> str:
 
 
 def write_cores(folder: Path) -> list[Path]:
-    """Compile the cores of a wheel for this torch and Python. `make wheels` calls this function."""
+    """Compile the cores of a wheel for the installed torch and Python. `make wheels` calls this function."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / core_name(width) for width in TARGETS]
     for width, file in zip(TARGETS, files, strict=True):

@@ -24,7 +24,7 @@ Every kernel on every device follows this contract:
 - Kernels increase the version counter of each tensor that they write. A factor of exactly 1 writes nothing.
 
 :mod:`amp_plugin.kernels.reference` defines in plain torch what each op does. Devices without faster kernels
-run this reference.
+run the ops of the reference.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ rounded once when they are written. :mod:`amp_plugin.kernels.ops` states the con
 
 **Ranks.** The norms of different ranks cannot be added, but the p-th powers of these norms can. Each rank
 therefore sends one float64 sum of ``norm ** p`` per sharding layout. The last number that a rank sends is 1
-if any of its gradients is not finite, and 0 otherwise. A single collective adds up these numbers. If p is
-inf, the collective takes the maximum of the norms instead. If p is -inf, the collective takes the maximum of
-the negated norms.
+if any of its gradients is not finite, and 0 otherwise. A single collective adds up the numbers of all ranks.
+If p is inf, the collective takes the maximum of the norms instead. If p is -inf, the collective takes the
+maximum of the negated norms.
 
 **Weights.** A float32 weight is stored as a pair of two 16-bit halves, as docs/decisions/weights_in_pairs.md
 explains.
@@ -240,7 +240,7 @@ def judge_step_(
     average.
 
     Args:
-        values: One-element tensors (float32 or float64, on the same device). The sum of these tensors is
+        values: One-element tensors (float32 or float64, on the same device). The sum of ``values`` is
             compared with the limit.
         norm: The current norm of the gradients (float32, 0-dim).
         found_inf: 1.0 if a gradient is not finite, else 0.0 (float32, 0-dim).
@@ -418,11 +418,11 @@ class Rule:
             order. Squares are never negative. Squares stored in 16 or 8 bits are rounded stochastically.
             Weights are always float32.
         apply: A function that takes a parameter, its gradient, its states, its counters after this step, and
-            the numbers by name. All tensors are float32 or wider. The function returns the new parameter and
-            the new states.
+            the hyperparameters by name. All tensors are float32 or wider. The function returns the new
+            parameter and the new states.
         counters: The number of counters per parameter. The first counter counts the steps.
         count: A function that computes the second counter from its old value, the first counter after this
-            step, and the numbers.
+            step, and the hyperparameters.
     """
 
     numbers: tuple[str, ...]

@@ -91,7 +91,7 @@ def clip_norm(core: ScalerCore, target: Target, clip: NormClip) -> Tensor:
 def wants_torchs_bits(shared: Shared) -> bool:
     """Return whether to clip with torch's own function.
 
-    That is the case if no loss is scaled and the optimizer's own step is used.
+    Torch's function is used if no loss is scaled and the optimizer's own step is called.
     """
     return not (shared.enabled or (shared.checks and shared.options.one_pass))
 

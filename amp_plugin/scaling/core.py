@@ -192,7 +192,7 @@ class ScalerCore:
     ) -> None:
         """Set the device and the ranks of the scaler, once they are known.
 
-        If the groups change, the scaler forgets its optimizers. The scale and the counts stay.
+        If the process groups change, the scaler forgets its optimizers. The scale and the counts stay.
 
         Args:
             device: The device type.

@@ -67,7 +67,7 @@ _IN_AN_ITERATION: Final = (
 class GradScaler(TorchNames):
     """Scale losses, unscale gradients, and skip optimizer steps whose gradients overflow.
 
-    This class replaces :class:`torch.amp.GradScaler`. It has the same methods and gives the same numbers. In
+    This class replaces :class:`torch.amp.GradScaler`, has the same methods, and gives the same numbers. In
     addition, each gradient is divided exactly once by the loss scale of its loss, no matter how many
     optimizers, losses and calls there are::
 
@@ -531,10 +531,10 @@ class GradScaler(TorchNames):
         Returns:
             ``{}`` if disabled; else ``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval`` and
             ``_growth_tracker``, as in torch. The key ``amp_plugin`` is added if a step was skipped, or if one
-            of the options ``hysteresis``, ``losses`` and ``on_spike`` is set. It contains
+            of the options ``hysteresis``, ``losses`` and ``on_spike`` is set. The value of this key contains
             ``hysteresis_tracker``, ``skipped_steps``, the states of named ``losses`` and, with ``on_spike``,
             the statistics of each optimizer as ``spikes``. A disabled scaler with ``on_spike`` returns only
-            these statistics.
+            the statistics of spikes.
 
         Raises:
             FloatingPointError: As :meth:`update`.

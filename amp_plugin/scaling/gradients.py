@@ -53,7 +53,7 @@ class Measurement(NamedTuple):
     layout: ShardLayout | None = None  # None if every rank holds all of them
 
     def of(self, params: Sequence[Tensor]) -> Iterator[Measurement]:
-        """Yield the part of the measurement that belongs to ``params``, if there is one."""
+        """Yield the part of the measurement that belongs to ``params``, if any."""
         wanted = {id(param) for param in params}
         rows = [i for i, param in enumerate(self.params) if id(param) in wanted]
         if rows:
@@ -136,7 +136,7 @@ def multiply_(
 ) -> None:
     """Multiply the gradients of parameters by a number on the device (0-dim).
 
-    If ``max_norm`` is given, ``factor`` is the norm of the gradients, and they are clipped unless
+    If ``max_norm`` is given, ``factor`` is the norm of the gradients, and the gradients are clipped unless
     ``found_inf`` is 1.
     """
     for batch in batches_of(params):

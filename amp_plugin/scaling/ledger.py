@@ -21,7 +21,7 @@ changes the records. These sentences complete the table:
 - A record refers to a LossScale object S, not to a number. A gradient is divided by the value that S has at
   the time of the division.
 - When a scaled backward pass begins, the gradients of all optimizers are rescaled to the loss scale of that
-  pass, including gradients that it does not reach.
+  pass, including gradients that the pass does not reach.
 - If a backward pass runs after ``unscale_`` but before the step and ``update()``, the gradients of that
   optimizer are unscaled again when the pass ends.
 - ``update()`` is a request. The LossScale S takes its new value once ``waits()`` is False for every
@@ -97,7 +97,7 @@ class GradientLedger:
     """The records of an optimizer's parameters.
 
     Args:
-        params: The parameters. The ledger keeps this list and no gradients, because
+        params: The parameters. The ledger stores the list but no gradients, because
             ``torch.utils.swap_tensors`` refuses tensors that something else references.
         known: Other ledgers. If another ledger has a record for a parameter, this ledger uses the same
             record.
@@ -174,8 +174,8 @@ class GradientLedger:
         Args:
             scale: The scale that they carry from now on.
             optimizer: The number of the optimizer.
-            updates: The number of updates that have been requested. Gradients that were used after the last
-                update keep their records.
+            updates: The number of updates that have been requested. The records of gradients that were used
+                after the last update do not change.
 
         Returns:
             True if there was such a gradient.

@@ -103,7 +103,7 @@ class LossScale:
 
         Copies are cached until the value changes. Each stream has its own copy, because another stream could
         read a copy before it is complete. A replay of a CUDA graph changes the scale without running Python.
-        Therefore no copy is cached after the first capture.
+        Therefore no copy is cached after the first capture of a CUDA graph.
         """
         value, device = self.require(), device or self.require().device
         if capturing(value.device):
@@ -136,8 +136,7 @@ class LossScale:
 
         Args:
             found_inf: 1.0 if there was an overflow, else 0.0 (float32, 0-dim).
-            includes: Flags recorded earlier, which ``found_inf`` already includes, because it is the maximum
-                of these flags.
+            includes: Flags recorded earlier that are already included in ``found_inf``.
         """
         found_inf, before = moved(found_inf, self.require().device), self.found_inf
         if before is None or any(before is flag for flag in (found_inf, *includes)):

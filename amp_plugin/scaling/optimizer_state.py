@@ -364,7 +364,7 @@ class OptimizerState:
     def _forget_earlier(self) -> None:
         """Forget overflows that were found earlier, if they cannot belong to the current batch."""
         if not self.shared.enabled:
-            # Otherwise, an overflow of a discarded batch would count as an overflow of this batch.
+            # An overflow of a discarded batch must not count as an overflow of the current batch.
             self.forget_overflows()
         elif self.stage is OptState.READY:
             self._forget_if_zero()  # an update came after those overflows
@@ -406,7 +406,7 @@ class OptimizerState:
         """Unscale the gradients with a program's own ``_unscale_grads_``, and keep the flags it returns.
 
         Args:
-            unscale: A function that takes the loss scale (float32, 0-dim). It returns a dict that maps each
+            unscale: A function that takes the loss scale (float32, 0-dim) and returns a dict, which maps each
                 device to 1.0 if there is an overflow.
         """
         self.begin_call()

@@ -16,7 +16,7 @@ from amp_plugin.scaling.gradients import Measurement
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstModules:
-    """The first modules of a step whose input, output or gradient was inf or nan.
+    """The first modules in a step that had an inf or nan in an input, output or gradient.
 
     Attributes:
         forward: A sentence about the first input or output that was not finite; empty if all were finite.
@@ -55,7 +55,7 @@ class OverflowReport:
         inf: The names of parameters whose gradient has an inf, in the optimizer's order.
         nan: The names of parameters whose gradient has a nan. A parameter can be in both ``inf`` and ``nan``.
         elsewhere: True if all gradients on this rank are finite, but a gradient on another rank is not.
-        unattributed: True if only the norm of all gradients was checked, and it was inf or nan.
+        unattributed: True if only the norm of all gradients was checked, and the norm was inf or nan.
         spike: If ``on_spike`` skipped the step, a string with the norm or loss and its limit. All gradients
             were finite then.
         checked: The number of gradients that were checked.

@@ -58,7 +58,7 @@ class OnePass:
 
         Returns:
             The result of the optimizer's step, and whether it was skipped. The second value is None if only
-            the device knows.
+            the device knows whether the step was skipped.
         """
         del call
         optimizer: Any = state.optimizer
@@ -73,8 +73,8 @@ class OnePass:
 class Fused:
     """The optimizer's own step, which skips by itself if a gradient is inf or nan.
 
-    This is either torch's fused kernel, after gradients were unscaled and clipped in place, or a step with
-    the argument ``grad_scaler=``, which unscales the gradients too.
+    The step is either torch's fused kernel, after gradients were unscaled and clipped in place, or a step
+    with the argument ``grad_scaler=``, which unscales the gradients too.
     """
 
     how: str  # for people
@@ -153,7 +153,7 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 
 def takes_scaler(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's ``step`` takes ``grad_scaler=``, which torch still supports."""
+    """Return whether the optimizer's ``step`` takes the argument ``grad_scaler=``, as torch still allows."""
     kind: Any = type(optimizer)
     return getattr(optimizer, "_step_supports_amp_scaling", False) and _has_grad_scaler(kind)
 
@@ -177,7 +177,7 @@ def _take_unless(found: Tensor, optimizer: Optimizer, call: Call) -> Taken:
 
 @contextmanager
 def _kernel_reads(optimizer: Any, found: Tensor) -> Iterator[None]:
-    """Set the optimizer's ``found_inf``, which its fused kernel reads, and restore it after the block."""
+    """Set the ``found_inf`` that a fused optimizer reads, and restore the old value after the block."""
     # CPU parameters need found_inf on the CPU. torch would copy it without waiting for the copy.
     on_host = not found.is_cpu and any(param.is_cpu for param in params_of(optimizer))
     own = {name: getattr(optimizer, name) for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)}

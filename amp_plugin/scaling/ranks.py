@@ -41,8 +41,8 @@ class Ranks:
 
     Args:
         agree: Process groups whose ranks must all take a step or all skip it.
-        sharded: Process groups whose ranks hold different shards of gradients. Norms are combined over these
-            groups, and their ranks also make the same decision.
+        sharded: Process groups whose ranks hold different shards of gradients. Norms are combined over the
+            groups, and all ranks of a group also make the same decision.
     """
 
     def __init__(self, agree: Sequence[ProcessGroup] = (), sharded: Sequence[ProcessGroup] = ()) -> None:

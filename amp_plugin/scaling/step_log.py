@@ -6,8 +6,8 @@
     read()      takes steps from the queue, in order, once the host knows whether they were skipped. read()
                 also counts skips in a row, and calls subscribers such as adapters and the run report.
 
-On the CPU the host knows at once whether a step was skipped. On a GPU it learns later whether a fused or
-one-pass step was skipped. The step then leaves the queue when a later step is added, when ``update()`` is
+On the CPU the host knows at once whether a step was skipped. On a GPU the host learns later whether a fused
+or one-pass step was skipped. The step then leaves the queue when a later step is added, when ``update()`` is
 called, or when a caller waits for the device.
 """
 
@@ -50,7 +50,7 @@ class StepResult:
 
     A result owns its tensors, so later steps do not change it. If a CUDA graph captured the step, the result
     shows the latest replay. Reading :attr:`norm` and :attr:`found_inf` does not wait for the device. Other
-    properties wait for the device when they are first read.
+    properties of the result wait for the device when they are first read.
 
     Attributes:
         norm: The norm of the unscaled gradients before the first clip (float32, 0-dim). None if the
@@ -123,17 +123,17 @@ class StepResult:
         if events and events[0].query():
             self._known, self._arriving = bool(copies[0].reshape(-1)[0].item() > 0), ((), [])
             self.judged = None if self.judged is None else copies[0]
-        # A replay of a CUDA graph may change ``found_inf`` of a captured step, so it is read each time.
+        # A replay of a CUDA graph may change ``found_inf`` of a captured step, so read the flag each time.
         return self.known_at_once(self.found_inf) if self._known is None else self._known
 
     @property
     def verdict(self) -> str:
         """What happened to the step, in one word.
 
-        ``"landed"`` means that the step was taken. ``"overflow"`` and ``"nan"`` mean that it was skipped
-        because a gradient was inf or nan. ``"spike"`` means that ``on_spike`` skipped or clipped it.
-        ``"held"`` means that the step was skipped because the error of an earlier spike has not been raised
-        yet.
+        ``"landed"`` means that the step was taken. ``"overflow"`` and ``"nan"`` mean that the step was
+        skipped because a gradient was inf or nan. ``"spike"`` means that ``on_spike`` skipped or clipped the
+        step. ``"held"`` means that the step was skipped because the error of an earlier spike has not been
+        raised yet.
         """
         code = 0 if self.judged is None else int(self.judged[2].item())
         if code or not self.skipped:
@@ -199,14 +199,14 @@ class StepResult:
         self.optimizer, self.name, self.number, self.in_a_row = optimizer, name, number, in_a_row
 
     def add_modules(self, modules: FirstModules) -> None:
-        """Add the first modules with an inf or nan, which hooks found during this step."""
+        """Add to the result the first modules in which hooks found an inf or nan during this step."""
         self._modules = modules
 
     def overflow_report(self) -> OverflowReport:
         """Return the names of the parameters whose gradients were inf or nan, and the possible cause.
 
-        The report also names the first module with an inf or nan if there were hooks on the modules. A run
-        report or AmpMonitor adds these hooks after a skipped step.
+        If hooks were registered on the modules, the report also names the first module with an inf or nan. A
+        run report or AmpMonitor registers hooks on the modules after a skipped step.
         """
         report = self._report(self._flags) if self._flags else self._report()
         modules = self._modules
@@ -271,8 +271,8 @@ def copy_to_host(tensors: Sequence[Tensor]) -> tuple[Sequence[torch.Event], list
     """Queue copies of CUDA and XPU tensors to the host. Other tensors are returned as they are.
 
     Returns:
-        CUDA events (one for each device) that signal when the copies are complete, and the copies. A tensor
-        of a CUDA graph is not copied.
+        CUDA events (one for each device) that signal when the copies are complete, and the copies. Nothing is
+        copied while a CUDA graph is captured.
     """
     copies = list(tensors)
     events: dict[torch.device, torch.Event] = {}
@@ -397,8 +397,8 @@ class StepTotals:
     def told(self, *, wait: bool) -> tuple[int, int, float | None]:
         """Return the number of steps, the number of skipped steps, and the last loss scale or None.
 
-        If ``wait`` is True, the host waits for the device. Otherwise, a step is left out if the host does not
-        know yet whether it was skipped.
+        If ``wait`` is True, the host waits for the device. If ``wait`` is False, steps whose outcome the host
+        does not know yet are not counted.
         """
         steps, skipped, late, scale = self._steps, self._skipped, list(self._late), self._scale
         for log in list(self._logs):
@@ -492,7 +492,7 @@ class StepLog:
     def subscribe(self, subscriber: Subscriber, *, first: bool = False) -> None:
         """Call ``subscriber`` with each step that is read.
 
-        With ``first``, call it before other subscribers.
+        With ``first``, call ``subscriber`` before the other subscribers.
         """
         self._subscribers.insert(0 if first else len(self._subscribers), subscriber)
 
@@ -503,7 +503,7 @@ class StepLog:
 
     @contextmanager
     def watched(self, watcher: Subscriber = _ignore, hear: Callable[[Any], None] = _ignore) -> Iterator[None]:
-        """Inside the block, call ``watcher`` right after each step and ``hear`` with each loss.
+        """Inside the block, call ``watcher(step)`` right after each step, and ``hear(loss)`` for each loss.
 
         Inside the block the host waits for the device after each step. Learning rate schedulers are held back
         at the same steps as without a watcher.

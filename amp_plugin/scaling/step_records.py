@@ -46,8 +46,8 @@ class StepRecord:
     """The record of one optimizer step.
 
     Attributes:
-        step: The number of the step, from 1 on. Each optimizer has its own count, which starts with this run
-            and includes skipped steps.
+        step: The number of the step, from 1 on. The steps of each optimizer are counted separately, from the
+            start of this run, including skipped steps.
         optimizer: The number of the optimizer and the name of its class, separated by a colon. The optimizer
             that stepped first has number 0.
         verdict: One of ``"landed"``, ``"overflow"``, ``"nan"``, ``"spike"`` and ``"held"``, the same as the
@@ -62,8 +62,8 @@ class StepRecord:
             during its warm-up.
         parameters: At most five parameters whose gradients were not finite. The parameters nearest the loss
             come first.
-        seconds: The time since the previous step of any optimizer. For the first step it is the time since
-            the log was opened.
+        seconds: The time since the previous step of any optimizer. For the first step, ``seconds`` is the
+            time since the log was opened.
         time: The time when the step returned, in seconds since 1970.
     """
 

@@ -123,7 +123,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         super().__init__()
         self._core = core
         # ``_own`` maps an optimizer's id to entries that a program has written, until the next update.
-        # These entries match no attribute of OptimizerState.
+        # The entries in ``_own`` match no attribute of OptimizerState.
         # ``_own`` is empty if no record was used since the last update.
         # ``_found`` maps an optimizer's id and its stage to overflow flags.
         self._own: dict[int, dict[str, Any]] = {}

@@ -71,7 +71,7 @@ def _begin(
 
 
 def _begin_backward(core: ScalerCore, scale: LossScale) -> None:
-    """Prepare the gradients of all optimizers for a backward pass from a loss times this loss scale."""
+    """Prepare the gradients of all optimizers for a backward pass from a loss multiplied by ``scale``."""
     task = torch._C._current_graph_task_id()
     if core.last_scale is not None and task == core.last_task:
         if core.last_scale is not scale:
@@ -82,7 +82,7 @@ def _begin_backward(core: ScalerCore, scale: LossScale) -> None:
     again = [state for state in core if state.stage is OptState.UNSCALED and None in state.scales_carried()]
     for state in core:
         state.begin_backward(scale)
-    # A callback queues this callback, so that it runs after those that DDP and FSDP queue during backward.
+    # Queue the callback from another callback, so that it runs after the callbacks of DDP and FSDP.
     if again:
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(partial(_unscale_again, again)))

@@ -42,8 +42,8 @@ class CudaCore:
 def cuda_core(device: int | None = None) -> CudaCore:
     """Return whether a device can use the CUDA kernels. The first call compiles and loads the kernels.
 
-    If something is missing, no error is raised. Instead one warning says that the device uses plain torch.
-    The first call initializes CUDA if CUDA is available. The result stays the same for the lifetime of the
+    If something is missing, no error is raised, but one warning says that the device uses plain torch. The
+    first call initializes CUDA if CUDA is available. The result stays the same for the lifetime of the
     process.
     """
     if reason := _no_cuda():
@@ -86,7 +86,7 @@ def _load_all(index: int) -> CudaCore:
     if not core.loaded:
         msg = f"the native core, which launches them, is not loaded: {core.reason}"
         raise RuntimeError(msg)
-    # Imported here, because cuda-core may be missing and the import of amp_plugin must stay fast.
+    # This import is not at the top, because cuda-core may be missing and is slow to import.
     import amp_plugin.kernels.cuda.compile as nvrtc  # noqa: PLC0415
 
     properties = torch.cuda.get_device_properties(index)
