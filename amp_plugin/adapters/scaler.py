@@ -73,7 +73,7 @@ def scaler_groups(*models: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def anomalies_explained(scaler: Any) -> Iterator[None]:
-    """If torch's anomaly detection raises an error, add that the loss scale may be the only cause.
+    """If torch's anomaly detection raises an error, add a note that the loss scale may be the only cause.
 
     Dynamic loss scaling finds the scale by letting some gradients overflow. Anomaly detection mistakes the
     first overflow for a bug, and ends a run in which nothing is wrong.

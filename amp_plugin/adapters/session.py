@@ -120,7 +120,7 @@ class Session:
         self.measures_norms = False
         self.attempted_steps = 0
         self.is_aside = False
-        # The results that new_norms() has returned. The references are weak, as results refer to parameters.
+        # The results that new_norms() has returned, as weak references, because results refer to parameters.
         self._seen: list[weakref.ref[StepResult]] = []
         # The ids of the optimizers that have stepped in the current iteration.
         self._stepped: set[int] = set()
@@ -295,7 +295,7 @@ class Session:
     def end(self, *, warn: Callable[[str], object] | None, error: BaseException | None = None) -> None:
         """End the run. Weights become float32 again, and earlier op rules are restored.
 
-        The loss scale and the counts do not change.
+        The loss scale and the step counts do not change.
 
         Args:
             warn: a function that is called with a warning if all steps of the run were skipped. None gives no
@@ -718,7 +718,7 @@ class EntryPoint:
     def gradient_penalty(
         self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **options: Any
     ) -> Tensor:
-        """Return a penalty to add to the loss; see :func:`amp_plugin.scaling.gradient_penalty`.
+        """Return a gradient penalty to add to the loss; see :func:`amp_plugin.scaling.gradient_penalty`.
 
         Args:
             outputs: the tensors whose gradients are penalized, such as a critic's scores.

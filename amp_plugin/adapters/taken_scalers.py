@@ -190,7 +190,7 @@ def _stand_in(takes: _Takes) -> type:
 
 
 def _state_dict(scaler: Any) -> dict[str, Any]:
-    """Return the state with torch's keys, and amp_plugin's key only if it holds more than the skip count."""
+    """Return the state with torch's keys, plus amp_plugin's key if it holds more than the skip count."""
     if not isinstance(scaler, GradScaler):
         return _TORCHS.state_dict(scaler)  # type: ignore[no-any-return]
     state = GradScaler.state_dict(scaler)

@@ -48,13 +48,13 @@ _NAMES: Final = (
 
 
 class Takeover:
-    """Make a program use amp_plugin inside a ``with`` block, and print what it used at the end.
+    """Make a program use amp_plugin inside a ``with`` block, and print a summary at the end.
 
     ``torch.autocast`` blocks run on amp_plugin's kernels, and follow the op rules in the file ``rules`` if
     one is given. New scalers, Accelerators, Trainers and Fabrics are replaced by those of amp_plugin.
-    ``precision`` applies if the program chooses none. ``page`` is the path of the run page, an HTML report.
-    ``options`` maps names of scaler and plugin options to strings, which apply unless the program sets these
-    options.
+    ``precision`` applies if the program chooses no precision. ``page`` is the path of the run page, an HTML
+    report. ``options`` maps names of scaler and plugin options to strings, which apply unless the program
+    sets these options.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class Takeover:
         return self._defaults is not None and self._defaults.was_read
 
     def _opened_first(self, device_type: str, dtype: torch.dtype) -> None:
-        """Print a warning if the first autocast block on a device uses a dtype that is slow there."""
+        """Print a warning if the first autocast block on a device uses a dtype that is slow on the device."""
         from amp_plugin.hardware import speed_advice  # noqa: PLC0415 - loads torch
         from amp_plugin.precision import short_name  # noqa: PLC0415 - loads torch
 

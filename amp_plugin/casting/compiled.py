@@ -27,7 +27,7 @@ from amp_plugin.kernels.build import require_native
 
 # The autocast dtypes of two unused device types store the number of the active rule set, digit by digit.
 # ZEROS are the dtypes that stand for 0.
-# The autocast dtype of the device type _GATE is _OPEN while the autocast blocks of _blocks() are open.
+# The autocast dtype of an unused device type marks that the autocast blocks of _blocks() are open.
 DIGITS = ("maia", "mtia")
 ZEROS = (torch.bfloat16, torch.float16)
 _GATE, _OPEN = "ipu", torch.bfloat16

@@ -223,7 +223,10 @@ def check_rules(rules: OpRules, device_type: str | None = None) -> None:
 
 
 def tag_compile_caches(name: str, value: str) -> None:
-    """Add a value to the keys of torch.compile's disk caches, because graphs depend on it. "" removes it."""
+    """Add a value to the keys of torch.compile's disk caches, because compiled graphs depend on this value.
+
+    "" removes it.
+    """
     from torch.compiler import config  # noqa: PLC0415 - only for rules unlike torch's
 
     others = [part for part in config.cache_key_tag.split("|") if part and not part.startswith(name)]

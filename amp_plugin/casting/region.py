@@ -125,7 +125,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
             ``torch.get_autocast_dtype(device_type)``.
         enabled: False turns autocast off inside the region.
         cache_enabled: True caches the cast of an fp32 weight for later uses of the weight in the region. The
-            default is the setting of the enclosing block.
+            default is the cache setting of the enclosing autocast block.
         rules: op rules for this region, which need the native core. By default the rules that are in force
             apply, such as those in the file that ``AMP_PLUGIN_RULES`` names.
 

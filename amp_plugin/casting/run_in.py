@@ -118,7 +118,7 @@ def run_in(dtype: torch.dtype, *, keep: Iterable[str] = (), cast_back: bool = Fa
             cast. If no argument can be cast, outputs are not cast.
 
     Returns:
-        A decorator for functions, class statements and module instances. Modules and classes are changed in
+        A decorator for functions, module classes and module instances. Modules and classes are changed in
         place. See ``RunIn.__call__``.
 
     Raises:

@@ -60,7 +60,7 @@ def _attribute(
 
 
 def _is_alternative(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Return whether a name is used only for torch releases that lack the new name."""
+    """Return whether a deprecated name is used only for torch releases that lack the new name."""
     while node in parents:
         node = parents[node]
         if isinstance(node, ast.Try) and any(_names_torch_amp(part) for part in ast.walk(node)):
@@ -126,7 +126,7 @@ def _moved(
 def _edits_of_use(
     node: ast.AST, name: str, device: str, parents: dict[ast.AST, ast.AST], lines: list[str]
 ) -> list[Edit] | None:
-    """Return the edits that add the device to a use of a name, or None if it cannot be edited."""
+    """Return the edits that add the device to a use of a name, or None if the use cannot be edited."""
     parent = parents.get(node)
     end_line, end = getattr(node, "end_lineno", 0), getattr(node, "end_col_offset", 0)
     word = f'device_type="{device}"' if name.startswith("custom_") else f'"{device}"'

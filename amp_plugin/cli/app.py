@@ -147,8 +147,8 @@ def export(
 ) -> None:
     """Write the model of a checkpoint as safetensors, in exact float32 or rounded to 16 bits.
 
-    The command reads checkpoints of Lightning, Accelerate, transformers and torch.save. Weights that were
-    stored in 16 bits are written with their exact float32 values.
+    The command reads checkpoints of Lightning, Accelerate, transformers and torch.save. For weights that were
+    stored in 16 bits with a remainder, the exact float32 values are written.
 
     Load the result with model.load_state_dict(safetensors.torch.load_file(...)).
     """

@@ -101,7 +101,7 @@ def run_script(
     as_json: bool,
     expected: type[BaseException] | tuple[()] = (),
 ) -> tuple[int, bool]:
-    """Run a program under the default rules of amp_plugin, unless the program sets other rules.
+    """Run a program under the default op rules of amp_plugin, unless the program sets other rules.
 
     If ``as_json`` is True, the program's output goes to standard error.
     """

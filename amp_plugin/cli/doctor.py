@@ -30,13 +30,13 @@ _COMPANIONS = ("lightning", "pytorch-lightning", "accelerate", "transformers", "
 Part = dict[str, Any]
 
 
-_DEFAULT: Final = "fp16"  # the precision to plan for if the user gives none
+_DEFAULT: Final = "fp16"  # the precision that the report covers if the user gives none
 
 
 def examine(precision: str | None, device_type: str) -> dict[str, Any]:
     """Return the whole report as a JSON-serializable dict.
 
-    If ``precision`` is None, the plan is for the default precision.
+    If ``precision`` is None, the report describes a run in the default precision.
     """
     with warnings.catch_warnings():  # The report itself gives the reasons.
         warnings.simplefilter("ignore")
@@ -130,7 +130,7 @@ def cuda_kernels_state() -> Part:
 
 
 def cache_state() -> Part:
-    """Return the folder of the build cache, its size in bytes, and a problem with it if there is one."""
+    """Return the folder of the build cache, its size in bytes, and any problem with the folder."""
     try:
         root = cache_root()
     except (OSError, ValueError) as error:

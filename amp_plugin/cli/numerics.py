@@ -165,7 +165,7 @@ def compare(
     all ranks are combined before the comparison.
 
     The exit code is 1 if the runs differ by more than rounding, or if ranks of one run differ where they must
-    agree. The exit code is also 1 if a rank is missing or was cut off.
+    agree. The exit code is also 1 if the recording of a rank is missing or incomplete.
     """
     from amp_plugin.numerics.compare import compare_runs  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.module_names import ModuleNames  # noqa: PLC0415

@@ -52,7 +52,7 @@ def diff_rules(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the ops that two sets of rules treat differently. The exit code is 1 if there are any."""
+    """List the ops that two sets of op rules treat differently. The exit code is 1 if there are any."""
     chosen, other = _rule_sets([first, second], device)
     differing = chosen.diff(other)
     if as_json:
@@ -73,7 +73,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
-    """Return the op rules for each word, which is the name of a policy or the path of a YAML file.
+    """Return the op rules for each word, where a word is a policy's name or the path of a YAML file.
 
     All op rules are for one device type. If ``device`` is None, the device type comes from a rules file or,
     if no word is a file, from this machine's accelerator.
@@ -150,8 +150,9 @@ def tune(
 ) -> None:
     """Find op rules that save memory, save casts or avoid an overflow, and write them to a file.
 
-    The script runs about fifty times in a copy of this folder. Each run stops after the first backward
-    passes. The script's output is dropped. Autocast blocks in the script must not set rules themselves.
+    The script runs about fifty times in a copy of this folder. Each run of the script stops after its first
+    backward passes. The script's output is dropped. Autocast blocks in the script must not set op rules
+    themselves.
 
     With --formats, the command emulates each Linear layer in each format below 16 bits, such as fp8, on any
     machine. The command then prints the errors of each layer, and writes the chosen formats to files for

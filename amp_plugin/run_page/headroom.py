@@ -110,7 +110,7 @@ class Headroom:
         self._zeros = torch.cat([self._zeros, zeros[:, None]], dim=1)
 
     def bits(self, dtypes: Mapping[str, torch.dtype]) -> Tensor:
-        """Return how often the largest gradient could double before overflow (shape: modules x columns).
+        """Return how often the largest gradient could double before overflow, by module and column.
 
         An entry is -1 if the gradient has overflowed.
         """
@@ -118,7 +118,7 @@ class Headroom:
         return (torch.tensor(limits, dtype=torch.float64) / self._largest).log2().clamp(min=-1.0)
 
     def nearest(self, dtypes: Mapping[str, torch.dtype]) -> list[str]:
-        """Return a list with one sentence about the module that came closest to overflow in taken steps.
+        """Return a list with one sentence about the module closest to overflow, ignoring skipped steps.
 
         If no module came near overflow, return an empty list.
         """

@@ -184,7 +184,7 @@ _ROW, _MAP_HEIGHT = 18, 620
 
 
 def curve_charts(curves: dict[str, list[Any]], *, has_skips: bool) -> dict[str, dict[str, Any]]:
-    """Map the id of each chart with curves over optimizer steps to the chart."""
+    """Return the charts of curves over optimizer steps, as a dict from id to chart."""
     import altair as alt  # noqa: PLC0415 - of the extra
 
     several = len(set(curves["optimizer"])) > 1

@@ -170,7 +170,7 @@ class RunReport:
                 self._try_to_write()
 
     def _named(self, report: OverflowReport, optimizer: Optimizer) -> OverflowReport:
-        """Return the overflow report, with the model's parameter names in place of numbers."""
+        """Return the overflow report, in which parameters have the model's names instead of numbers."""
         names = {id(param): name for name, param in named_parameters(self._models)}
         params = list(params_of(optimizer))
         numbered = names_of(params, optimizer, {})
@@ -243,7 +243,8 @@ def report(scaler: Any, model: nn.Module, path: str | Path = "run.html") -> RunR
     The file, called the run report, shows the loss scale, skipped steps, gradient norms and the loss. The
     report also shows how near each module's gradients come to the limits of their dtype, and the dtypes of
     the model. From the second skipped step on, the report names the module in which the first inf or nan
-    arose. `amp-plugin diagnose` finds the op and its line. A browser can open the file without a network.
+    arose. `amp-plugin diagnose` finds the op that produced the inf or nan, and the line of the op. A browser
+    can open the file without a network.
 
     The host waits for the device after each optimizer step. Reading gradients takes at most 0.25 % of the
     run's time. The report does not change the training.

@@ -56,8 +56,8 @@ class ShardUnit:
             only this rank's elements are counted.
         local_bytes: The bytes of the unit's weights on this rank, including ``remainder_bytes``.
         remainder_bytes: The bytes of the remainders or float32 copies of weights that are stored in 16 bits.
-        state: The format of the moments of the unit's trainable weights: ``"fp32"``, ``"bf16"`` or
-            ``"8bit"``.
+        state: The format of the optimizer moments of the unit's trainable weights, which is ``"fp32"``,
+            ``"bf16"`` or ``"8bit"``.
     """
 
     name: str
@@ -238,7 +238,7 @@ _WITH_REMAINDERS: Final = "the bytes of weights that are stored in 16 bits inclu
 
 
 class _Name:
-    """A name in a table. If its column is too narrow, an ellipsis replaces the middle of the name."""
+    """A name in a table. If the table column is too narrow, an ellipsis replaces the middle of the name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -262,8 +262,8 @@ def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
     """Report the dtypes of a model's weights and gradients, and of the inputs and outputs of its modules.
 
     If inputs are given, the model runs once under ``torch.no_grad()`` and the current autocast region, in its
-    current mode. In training mode, buffers such as the statistics of batch norm change. If no inputs are
-    given, the model does not run and the report covers only its weights. The native core is not needed.
+    current mode. In training mode, buffers such as the running statistics of batch norm change. If no inputs
+    are given, the model does not run and the report covers only its weights. The native core is not needed.
 
     Args:
         model: The model, which may be wrapped in DDP or FSDP, or sharded by ``fully_shard``. For a compiled
@@ -354,7 +354,7 @@ def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
 
 
 def _refuse_rounded_weights(model: nn.Module, in_fp32: set[nn.Module], units: list[ShardUnit]) -> None:
-    # Only FSDP2 has a dtype per weight. FSDP1 gathers all weights of a unit in one dtype.
+    # Only FSDP2 can gather weights of one unit in several dtypes. FSDP1 gathers all of them in one dtype.
     of_weight = gathered_dtypes(model)
     for path, module in model.named_modules():
         owner = clean_name(path)

@@ -52,7 +52,7 @@ _PRECISIONS: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": tor
 
 @dataclass(frozen=True, kw_only=True)
 class _Apart:
-    """A loss, gradient or update that differs from the wide run by more than rounding explains."""
+    """A loss, gradient or update that differs from the wide-dtype run by more than rounding explains."""
 
     what: str
     apart: float
@@ -180,9 +180,9 @@ def assert_trains_like(
     """Fail if losses, gradients or updates differ from the reference by more than rounding explains.
 
     Each op runs twice, once in the program's dtypes, and once in the reference dtype with the inputs of the
-    reference run. No tolerance has to be set. The tolerance is three times the rounding that was measured
-    along the path to a gradient. The roundings of the ops on that path are combined as the root of the sum of
-    their squares.
+    reference run. No tolerance has to be set. The tolerance is three times the measured rounding of the ops
+    that lead to a result. The rounding errors of consecutive ops are combined as the root of the sum of their
+    squares.
 
     Args:
         step: a function that performs one training step, with forward, backward and optimizer step. If
@@ -247,9 +247,9 @@ def assert_same_numerics(run: Callable[[], Any], golden: str | Path, *, steps: i
     """Fail if a program's results differ from its golden file by more than rounding explains.
 
     The result of each op is compared with the recorded result. The tolerance is the rounding error of the
-    result's dtype, plus the difference between the op's inputs in the two runs. Therefore a file that was
-    recorded on one machine with one torch release is also valid on others. ``pytest --amp-record`` writes the
-    file.
+    result's dtype, plus the difference between the op's inputs in the two runs. Therefore a golden file that
+    one machine has recorded is valid on other machines and torch releases too. ``pytest --amp-record`` writes
+    the file.
 
     Args:
         run: a function that sets the random seed, creates a model, and trains it.

@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def no_lost_numbers() -> Iterator[LostNumbers]:
     """Fail the test if a step was skipped, a cast lost a value, or a gradient was not finite.
 
-    The test is slow, because every op is observed. The failure names the op, the module and the line.
+    The test is slow, because every op is observed. The failure message names the op, the module and the line.
     """
     from amp_plugin.testing.lost_numbers import LostNumbers  # noqa: PLC0415 - loads torch
 

@@ -76,9 +76,9 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     Raises:
         TypeError: an argument is unknown.
-        ValueError: an option or ``mixed_precision`` has an invalid value. The error names the source of the
-            value. ValueError is also raised if an option requires amp_plugin, but an engine such as XLA does
-            mixed precision itself.
+        ValueError: an option or ``mixed_precision`` has an invalid value. The error message names the source
+            of the invalid value. ValueError is also raised if an option requires amp_plugin, but an engine
+            such as XLA does mixed precision itself.
 
     Example:
         >>> accelerator = AmpAccelerator(mixed_precision="fp16", cpu=True)
@@ -403,9 +403,9 @@ class AmpAccelerator(EntryPoint, Accelerator):
             norm_type: the p of the p-norm.
 
         Returns:
-            The norm before clipping (fp32, 0-dim). Within a window nothing is clipped, and the result is the
-            norm of the gradients so far. Under FSDP the result is nan within a window, because gradients are
-            not reduced yet.
+            The norm before clipping (fp32, 0-dim). Within an accumulation window nothing is clipped, and the
+            result is the norm of the gradients so far. Under FSDP the result is nan within an accumulation
+            window, because gradients are not reduced yet.
         """
         params = _parameters_of(parameters)
         if not self._engaged:
@@ -490,7 +490,10 @@ class AmpAccelerator(EntryPoint, Accelerator):
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load as Accelerator does. If the checkpoint has no loss scale, warn and keep the current one."""
+        """Load as Accelerator does.
+
+        If the checkpoint has no loss scale, warn and keep the current loss scale.
+        """
         # If the scaler is not None, Accelerate reads scaler.pt, even if that file is missing.
         with self.session.aside(), replaced(self, "_shown", None):
             super().load_state(*args, **kwargs)

@@ -30,7 +30,7 @@ class MixedForward:
     training: RegionState
     evaluation: RegionState
     fp32_outputs: bool = True
-    # If all weights are stored in 16 bits, inputs are cast to this dtype. Otherwise it is None.
+    # The dtype to which inputs are cast if all weights are stored in 16 bits, otherwise None.
     inputs: torch.dtype | None = None
     own: Callable[..., Any] | None = field(init=False)  # a forward that was set on the instance
 

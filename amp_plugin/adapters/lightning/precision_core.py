@@ -29,7 +29,10 @@ def has_own_precision(strategy: object) -> bool:
 
 
 def _checked_options(owner: str, given: Mapping[str, Any]) -> PluginOptions:
-    """Return the checked options of a plugin. Environment variables supply options that were not given."""
+    """Return the checked options of a plugin.
+
+    Environment variables supply options that were not given in code.
+    """
     defaults = option_defaults(PluginOptions)  # LightningCLI also passes the defaults
     doubled = [
         name for name in option_names(LossScaleOptions) if given.get(name, defaults[name]) != defaults[name]
@@ -41,7 +44,7 @@ def _checked_options(owner: str, given: Mapping[str, Any]) -> PluginOptions:
             f"be used instead; give scaler=amp_plugin.GradScaler({listed}), or leave scaler= out"
         )
         raise TypeError(msg)
-    # AMP_PLUGIN_RULES is left out here, because a plugin reads this variable once the device is known.
+    # AMP_PLUGIN_RULES is not read here. A plugin reads this variable once the device is known.
     environment = {name: value for name, value in os.environ.items() if name != RULES_VARIABLE}
     stated = {name: value for name, value in given.items() if name != "scaler"}
     return resolved(PluginOptions, [("argument", stated)], environment, door="Lightning")[0]
@@ -126,7 +129,7 @@ class PrecisionCore(EntryPoint):
     def _check_shards(self, model: nn.Module) -> None:
         """Check that a sharded model has the planned dtypes.
 
-        Raise if the model's weights cannot be stored in 16 bits.
+        Raise an error if the model's weights cannot be stored in 16 bits.
         """
         refuse_sharded(self.settings.weights, sharded_by(model))
         self.session.check_shards(model, warn=self._warn)
