@@ -19,7 +19,7 @@ class BundleHook(BuildHookInterface):  # type: ignore[type-arg]
     """Tag a wheel with this Python version and platform if it contains native cores."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the autoload file to an editable wheel. Add native cores to a wheel, with a platform tag."""
+        """Add the autoload file to an editable wheel, and any native cores to a wheel with a platform tag."""
         if version == "editable":
             file = "amp_plugin_autoload.py"
             build_data["force_include_editable"][str(Path(self.root, file))] = file

@@ -215,7 +215,7 @@ def uninstalled(setting: Setting) -> Iterator[None]:
 
 @contextmanager
 def installed(setting: Setting) -> Iterator[None]:
-    """Remove and reinstall amp_plugin's kernels, so that the dispatcher has just changed in both variants."""
+    """Remove and reinstall amp_plugin's kernels, so that both variants run just after a change."""
     uninstall_kernels()
     KERNELS.install()
     _settle(setting)

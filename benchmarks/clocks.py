@@ -1,4 +1,4 @@
-"""Clocks that time a call. Each clock turns a call into a function that returns its time."""
+"""Clocks that time a call. Each clock turns a call into a function that times the call."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def training_step(setting: Setting) -> Comparison:
         name="GPT 6 x 64, fused AdamW",
         table="A training step, compiled as a whole",
         samples={
-            # The first step creates the optimizer state. Later, torch.compile guards on this state.
+            # The first call creates the optimizer state, and the second call compiles for this state.
             label: setting.host_clock(
                 call, repeat=setting.sized(5, 1), prepare=lambda call=call: [call(), call()]
             )

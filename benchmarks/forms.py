@@ -64,7 +64,7 @@ class Forms(Section):
 
 
 def on_gradients(grads: list[Tensor]) -> Iterator[tuple[str, Call, int]]:
-    """Yield each op's name, a function that calls the op, and the bytes that it moves per gradient byte."""
+    """Yield an op's name, a function that calls it, and the bytes read and written per byte of gradients."""
     factor = torch.tensor(1.0000001, device=grads[0].device)
     for p in (2.0, float("inf"), 3.0):
         yield f"norm_check, {{}}, p = {p:g}", lambda p=p: OP.norm_check(grads, factor, p), 1

@@ -230,7 +230,7 @@ class Counts(Section):
     plots = (Plot(table="in place", x_label="tensors of 1 KB", y_label="time per tensor, {unit}"),)
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Compare the time of both scalers to unscale and clip 1 to 10 000 tensors of 1 KB."""
+        """Compare the time that both scalers take to unscale and clip 1 to 10 000 tensors of 1 KB."""
         counts = setting.sized((1, 10, 100, 1000, 10_000), (1, 3))
         for count in counts:
             bench = Gradients([(256,)] * count, setting.device)

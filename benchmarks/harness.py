@@ -31,7 +31,7 @@ class Measure:
         of: A function that computes the number from our sample and the other variant's sample in one round.
         at_least: Whether the limit is a lower limit.
         text: The format of the number.
-        limit_text: The format string of the limit, if it differs from that of the number.
+        limit_text: The format string of the limit, if it differs from the format of the number.
         promise: The format of the limit on the page.
     """
 
@@ -202,7 +202,7 @@ class Outcome:
 
 
 def judge(gate: Gate, ours: Sequence[float], theirs: Sequence[float]) -> Verdict:
-    """Compute the gate's measure in each round, and compare the median with the promised limit."""
+    """Compute the measure in each round, and compare its median with the promised limit."""
     measure = MEASURES[gate.measure]
     value = statistics.median(measure.of(a, b) for a, b in zip(ours, theirs, strict=True))
     holds = value >= gate.limit / TOLERANCE if measure.at_least else value <= gate.limit * TOLERANCE

@@ -31,7 +31,7 @@ class Memory(Section):
     timing = "allocations counted by torch's profiler"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield comparisons for batches and for clipped steps."""
+        """Yield comparisons for forward and backward passes, for clipping, and for clipped steps."""
         for name, make in list(MODELS.items())[: setting.sized(len(MODELS), 1)]:
             calls = variants(setting, make(setting))
             yield _comparison(

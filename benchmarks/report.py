@@ -56,7 +56,7 @@ class Report:
         details: Other facts that the figures depend on, such as the instruction set or the driver's CUDA
             version.
         sections: The measurements of each section, in the order of the report.
-        parts: The other checks of a GPU run, each with its name, result and duration in seconds.
+        parts: The checks of a GPU run that are not benchmarks, with name, result and duration in seconds.
     """
 
     device: str

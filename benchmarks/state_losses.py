@@ -86,7 +86,7 @@ def digits(model: nn.Module, seed: int) -> tuple[nn.Module, Batches]:
     return model, digits_batches(digits_loaders(batch_size=32, seed=seed), steps=10**6)
 
 
-# A case is a function that makes the model and its batches from a seed, a number of steps, and two rates.
+# A case: a function from a seed to the model and its batches, a number of steps, and two learning rates.
 # The first learning rate is for AdamW and Adam, and the second is for SGD.
 Case = tuple[Callable[[int], tuple[nn.Module, Batches]], int, float, float]
 CASES: dict[str, Case] = {

@@ -74,7 +74,7 @@ class MadeGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        """For each parameter, return a gradient with the value 1e-3 times the gradient of the loss."""
+        """For each parameter, return a gradient whose elements are 1e-3 times the gradient of the loss."""
         value = grads[0].item() * 1e-3
         return tuple(torch.full_like(param, value, dtype=torch.float32) for param in ctx.params)
 
@@ -190,7 +190,7 @@ def gates_of(name: str, optimizer: str, setting: Setting) -> tuple[Gate, ...]:
 
 
 def in_16_bits(setting: Setting) -> Comparison:
-    """Compare the step of weights stored in bf16 with the step of float32 weights."""
+    """Compare a step with weights stored in bf16 and a step with float32 weights."""
     stored, wide = (
         Trained(shapes_of("ResNet-50", setting), setting.device, "fused AdamW", weights=weights)
         for weights in ("bf16-true", None)

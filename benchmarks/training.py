@@ -24,7 +24,7 @@ STORED = "A training step of GPT-2 124M with weights and states stored in fewer 
 HELD = "Memory that stays allocated between training steps"
 PEAK = "Peak memory of a training step"
 LOSS = "Loss after five steps: difference from the fp32 loss"
-COUNTED = 5  # the number of steps that measure memory and losses, before other steps are timed
+COUNTED = 5  # the number of steps in which memory and losses are measured, before steps are timed
 # Each entry consists of a precision, a weight format and a format of optimizer state.
 # Each entry is compared with torch's training step in the same precision.
 WAYS = (
@@ -60,7 +60,9 @@ MODELS: dict[str, Callable[[Setting], nn.Module]] = {"GPT-2 124M": gpt, "ResNet-
 
 
 class Training:
-    """A model that amp_plugin or torch trains in one precision. The first steps measure memory and losses.
+    """A model that amp_plugin or torch trains in one precision.
+
+    Memory and losses are measured in the first steps.
 
     Attributes:
         held: The bytes of device memory in use between steps, for model, optimizer and batches.

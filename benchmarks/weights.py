@@ -1,4 +1,4 @@
-"""Measure the time of passes with 16-bit weights, and the memory that each weight format needs."""
+"""Measure the time of training with 16-bit weights, and the memory that each weight format needs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StoredWeights(Section):
     key = "weights"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield the times of the models, then the memory of each way to store weights."""
+        """Yield the times of the models, then the memory of each weight format."""
         for name, (make, limit) in MODELS.items():
             model = make(setting)
             batches = model.batches(1, setting.device)
