@@ -84,8 +84,8 @@ class RunComparison:
         unmeasured: The ops that could not run in fp64, and how often each was called. The results of these
             ops are taken as exact.
         ranks: The ranks that both recordings have. ``ranks`` is empty if both runs had a single process.
-        absent_first, absent_second: The ranks of each recording that wrote no file, or whose recording was
-            cut off.
+        absent_first, absent_second: The ranks whose recording is missing or incomplete, for each of the two
+            runs.
         replicas_first, replicas_second: Gradients that differ between the ranks of one recording, although
             their weights started with the same bits. Only the first step with such gradients is listed.
         dropouts_first, dropouts_second: Dropouts in one recording whose masks are equal on shards, or differ
@@ -118,7 +118,7 @@ class RunComparison:
 
     @property
     def is_clean(self) -> bool:
-        """Whether rounding explains every difference, replicas agree, and no rank is missing or cut off."""
+        """Whether rounding explains all differences, replicas agree, and all recordings are complete."""
         absent = self.absent_first, self.absent_second
         is_complete = not any(ranks.missing or ranks.stopped for ranks in absent)
         replicas, dropouts = (
@@ -184,13 +184,14 @@ def compare_runs(
 ) -> RunComparison:
     """Compare two recordings of ``record_run``, each a file or, if there were several ranks, a folder.
 
-    Results are matched by rank, step, direction, module, op and the order in which they were computed. So a
-    run in bf16 can be compared with a run in fp32, although only the first has casts. The comparison uses the
-    values that each op would have computed without rounding. The allowed difference between two results is
-    three times the difference between the inputs of their ops, plus twice the eps of the coarsest dtype.
+    Results are matched by rank, step, direction, module, op and the order in which they were computed. A run
+    in bf16 can therefore be compared with a run in fp32, although only the bf16 run has casts. The comparison
+    uses the values that each op would have computed without rounding. The allowed difference between two
+    results is three times the difference between the inputs of their ops, plus twice the eps of the coarsest
+    dtype.
 
     If only one of the recordings has several ranks, its shards, partial sums and replicas are combined before
-    they are compared. The single process of the other recording must process the whole batch of each step.
+    they are compared. The single process must use the whole batch at each step.
 
     Args:
         first: A recording.
@@ -200,8 +201,8 @@ def compare_runs(
         names: Maps the names of modules in the first run to their names in the second run, if the runs use
             two implementations of one model. A name stands for a module and all its submodules, and ``*``
             stands for one component of a dotted name.
-        layouts: Combine the results of micro-batches, even if both recordings have a single process. The
-            recording with more micro-batches must be the second.
+        layouts: Combine the results of micro-batches, even if both recordings have a single process.
+            ``second`` must be the recording with more micro-batches.
 
     Raises:
         ValueError: A file does not contain a recorded run, or the file of a rank is missing although its
@@ -302,7 +303,7 @@ def _absent(files: RecordedFiles, runs: Mapping[int, Run]) -> AbsentRanks:
 def _earliest(
     found: Mapping[int, Sequence[tuple[int, Difference]]], *, is_by_rank: bool
 ) -> Difference | None:
-    """Return the difference that comes first in the program, with the ranks that differ at this result."""
+    """Return the difference that comes first in the program, with the ranks on which the result differs."""
     firsts = {rank: differences[0] for rank, differences in found.items() if differences}
     if not firsts:
         return None

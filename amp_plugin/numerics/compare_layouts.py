@@ -1,13 +1,13 @@
 """Compare a run of a single process with a run of the same training on several ranks or in micro-batches.
 
-1. layout_matches.py pairs each result of the single process with the same result on the ranks.
+1. layout_matches.py pairs each result of the single process with the matching results of the ranks.
 2. layout_rounding.py decides for each pair of results whether rounding explains the difference.
 3. layout_causes.py explains the first difference that rounding does not explain.
 
-Even in a correct program, an intermediate result on a rank may differ from that of the single process. For
-example, an embedding with sharded rows looks up wrong rows for some tokens and masks them afterwards. A
-result that differs is reported only if a later result that depends on it differs too. It is also reported if
-the single process has none of the later results that depend on it.
+Even in a correct program, an intermediate result on a rank may differ from the same result in the single
+process. For example, an embedding with sharded rows looks up wrong rows for some tokens and masks them
+afterwards. A result that differs is reported only if a later result that depends on it differs too. A result
+is also reported if the single process has none of the later results that depend on this result.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
         super().__init__(Tracker(), self)
 
     def after(self, call: Call, output: Any) -> None:
-        """Record the place of an op's results, and round them if the place is chosen."""
+        """Record the place of an op's results, and round the results if the place was chosen."""
         traits = call.traits
         if call.is_backward or traits.is_view or traits.is_collective or traits.is_unwritten:
             return

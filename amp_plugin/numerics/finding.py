@@ -100,8 +100,8 @@ class Finding:
         forward_op: If the op ran in a backward pass, the name of its forward op. Otherwise empty.
         held: Which of ``"nan"``, ``"inf"`` and ``"-inf"`` the op made or read.
         module: The path of the module that called the op. Empty outside modules.
-        format: The format below 16 bits in which the module computes, for example ``"fp8"``. Empty if it
-            computes in 16 bits or more.
+        format: The format below 16 bits in which the module computes, for example ``"fp8"``. Empty if the
+            module computes in 16 bits or more.
         place: The line that called the op or, for a backward op, its forward op. None if it is not known.
         caller: If ``place`` is in an installed library, the line of the program that called the library.
         dtype: The dtype in which the op computed.

@@ -8,7 +8,7 @@
 
     in a backward hook, compute the largest magnitude of the gradients of the outputs on the device
 
-    if a step with hooks is skipped, read these magnitudes on the CPU, in the order of computation
+    if a step with hooks is skipped, copy the magnitudes to the CPU, in the order of computation
 
     at the first call of a module after an optimizer step, drop the magnitudes
 
@@ -63,7 +63,7 @@ class ModuleWatch:
         self._log = log
         self._hooks = ModuleHooks(models, self._measure)
         self._numbers: list[Largest] = []
-        # Maps the id of each measured tensor to a weak reference and to its version counter.
+        # Maps the id of each measured tensor to (weak reference to the tensor, version counter).
         self._measured: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # The ids of all optimizers that have stepped since the last measurement.
         self._stepped: set[int] = set()

@@ -25,10 +25,10 @@ def flat_shards(unit: Any) -> Iterator[tuple[Tensor, nn.Module, str, slice, Call
 
     Yields:
         Tuples (parameter, module, name, slice, describe). ``parameter`` is the parameter that the optimizer
-        updates. It is the weight itself if ``use_orig_params`` is set, and the unit's flat parameter
-        otherwise. ``module`` is the module that owns the weight, and ``name`` is the weight's name in this
-        module. ``slice`` selects this rank's part in the flat parameter. ``describe`` is a function that
-        takes the values of the part and returns a ``Part``.
+        updates. This parameter is the weight itself if ``use_orig_params`` is set, and the unit's flat
+        parameter otherwise. ``module`` is the module that owns the weight, and ``name`` is the weight's name
+        in this module. ``slice`` selects this rank's part in the flat parameter. ``describe`` is a function
+        that takes the values of the part and returns a ``Part``.
     """
     flat = unit._flat_param
     if flat is None:  # the unit has no weights of its own

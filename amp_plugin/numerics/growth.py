@@ -55,7 +55,7 @@ class WeightGrowth:
                 self._begun[model] = {name: norm(param) for name, param in named if is_measurable(param)}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave the norms out of copies and pickles, because they belong to this run."""
+        """Leave the norms out of copies and pickles, because the norms belong to this run."""
         return type(self), ()
 
     def factor(self) -> float:

@@ -1,11 +1,11 @@
 """Decide whether rounding explains the difference between the results of two layouts.
 
-A recording contains the value of each result without rounding, and a measurement of how far rounding moved
-the result. The values without rounding are compared. The values of two correct runs still differ a little,
-because data from other ranks and results of ops that did not run in float64 contain rounding errors. The
-difference between two correct runs should not exceed the measured rounding, which is about equal in both
-runs. An op may amplify a small difference between its inputs, but it amplifies the measured rounding as well.
-The limit is therefore the same for all ops, except for optimizer steps that use the signs of the gradients.
+A recording contains the value of each result without rounding, and the measured rounding error of the result.
+The values without rounding are compared. The values of two correct runs still differ a little, because data
+from other ranks and results of ops that did not run in float64 contain rounding errors. The difference
+between two correct runs should not exceed the measured rounding, which is about equal in both runs. An op may
+amplify a small difference between its inputs, but it amplifies the measured rounding as well. The limit is
+therefore the same for all ops, except for optimizer steps that use the signs of the gradients.
 
 ::
 
@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
     """A verdict on whether rounding explains how a result differs between the two runs.
 
     Attributes:
-        best: The way to combine the pieces that is closest to the single process, or the simplest one that is
+        best: The way to combine the pieces that is closest to the single process, or the simplest way that is
             close enough.
         usual: The relative difference that rounding would explain if the inputs of the two runs were equal.
         allowed: The relative difference that rounding explains, given how far the inputs differ.
@@ -157,7 +157,7 @@ class _Judge:
         return swept[number] if number >= 0 else 0.0
 
     def _best(self, match: Match, usual: float, allowed: float) -> Combined:
-        """Return the first way to combine the pieces whose difference is at most ``usual``.
+        """Return the first way to combine the pieces with a relative difference of at most ``usual``.
 
         If every way has a larger difference, return the way with the smallest difference.
         """

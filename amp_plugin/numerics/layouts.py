@@ -35,8 +35,8 @@ class Combined(NamedTuple):
 
     Attributes:
         relative: The norm of the difference, divided by the norm of the tensor.
-        added: The dimensions of the mesh along which pieces are added. Along the other dimensions, pieces
-            must be equal.
+        added: The dimensions of the mesh along which pieces are added. Along all other mesh dimensions,
+            pieces must be equal.
         scale: The factor by which the sum of the pieces is multiplied.
         condition: The norm of the pieces that are added, divided by the norm of the tensor, but at least 1.
             The tolerance for rounding is multiplied by ``condition``.
@@ -105,13 +105,14 @@ class Layout:
     def ways(self, *, are_means: bool = False, are_backward: bool = False) -> Iterator[Combined]:
         """Yield all ways to combine the pieces that their shapes allow.
 
-        Ways that add pieces along fewer dimensions come first.
+        Ways that add pieces along fewer mesh dimensions come first.
 
         Args:
-            are_means: The pieces may be means over a rank's part of the batch. Then their mean is tried, too.
-            are_backward: The pieces may be gradients of a mean over a rank's part of the batch. The gradient
-                of a local mean is larger than the gradient of the mean over the whole batch, so factors below
-                1 are also tried.
+            are_means: Whether the pieces may be means over a rank's part of the batch. Then their mean is
+                tried, too.
+            are_backward: Whether the pieces may be gradients of a mean over a rank's part of the batch. The
+                gradient of a local mean is larger than the gradient of the mean over the whole batch, so
+                factors below 1 are also tried.
         """
         cut = self.cut
         for added in _subsets(self.axes):
@@ -247,7 +248,7 @@ def _subsets(axes: tuple[Axis, ...]) -> Iterator[tuple[Axis, ...]]:
 
 
 def _scales(axes: tuple[Axis, ...]) -> tuple[float, ...]:
-    """Return the factors that can turn a sum over ranks into a mean over some of them.
+    """Return the factors that can turn a sum over ranks into a mean over some of the ranks.
 
     The first factor is 1.
     """

@@ -43,7 +43,7 @@ def _nothing(*_: object) -> None:
 class ModuleHooks:
     """Calls a function after each call of a module, between ``open()`` and ``close()``.
 
-    The hook on a module is this object together with the module's name. A copy of the object does nothing.
+    Each module's hook is this object, bound to the name of the module. A copy of the object does nothing.
 
     Attributes:
         unseen: The names of compiled or scripted modules, whose submodules cannot have hooks.

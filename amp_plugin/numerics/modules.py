@@ -125,7 +125,7 @@ class Tracker:
     def in_backward(self, task: int) -> None:
         """Count a backward pass at its first op.
 
-        Autograd gives each backward pass a larger number than the one before.
+        Autograd gives each backward pass a larger number than the previous backward pass.
         """
         if task > self._last_task:
             self._last_task = task

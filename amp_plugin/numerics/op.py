@@ -352,8 +352,8 @@ class Call:
     def sites_before(self) -> Iterator[Site]:
         """Yield the places of the ops that computed the last input, latest op first.
 
-        For a backward op, the last input of its forward op is used. The first input of each op is followed
-        back as far as autograd has recorded it.
+        For a backward op, the last input of its forward op is used. The search follows the first input of
+        each op back as far as autograd has recorded the graph.
         """
         node: Any = None if self.is_backward else self.arguments[-1].tensor.grad_fn
         if self.is_backward and self.node.next_functions:
@@ -446,7 +446,7 @@ _EVENTS = ("open", "step_begins", "step_ended", "before", "after", "failed")
 
 
 class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A region that calls its observers at each op of this thread, also in backward passes.
+    """A region that calls its observers at each op of this thread, including ops of backward passes.
 
     Compiled functions run eagerly in the region.
     """

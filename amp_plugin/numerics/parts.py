@@ -30,7 +30,7 @@ from amp_plugin.numerics.values import real_values, sketch_of
 Dims = tuple[int, ...]
 
 _BUCKETS = 64  # a sum with more elements than this is replaced by a sketch of this length
-_MOST_VALUES = 16  # all elements of a tensor are kept if it has at most this many
+_MOST_VALUES = 16  # all elements of a tensor are stored if it has at most this many elements
 _MOST_DIMS = 4  # a tensor with at most this many dimensions is also summed over pairs of dimensions
 
 

@@ -66,7 +66,7 @@ def raised_from(trace: TracebackType | None) -> tuple[Place | None, Place | None
 
 
 def is_called_by_engine() -> bool:
-    """Return whether autograd's engine calls the running op from C++, in one of torch's nodes or for DDP.
+    """Return whether the running op was called by autograd's engine from C++, and not by Python code.
 
     If a node or hook written in Python calls the op, there is a Python frame between the engine and the op.
     """

@@ -2,9 +2,9 @@
 
 A folder ``run.amp/`` holds ``rank-0.amp``, ``rank-1.amp`` and so on, and ``manifest.json``. The manifest
 contains the format, the number of ranks, the dimensions of the device mesh if they are known, and the names
-of all files. Each rank writes the same manifest, so that it exists even if some ranks fail. A rank is missing
-if its file is listed in the manifest but does not exist. Each file is written under a temporary name and then
-renamed, so a reader never finds a partial file.
+of all files. Each rank writes the same manifest, so that the manifest exists even if some ranks fail. A rank
+is missing if its file is listed in the manifest but does not exist. Each file is written under a temporary
+name and then renamed, so a reader never finds a partial file.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class RankRecorder:
         self.file.write(lambda path: torch.save((FORMAT, *kept), path))
 
     def write_step(self, unmeasured: dict[str, int]) -> None:
-        """Write the records so far, because the failure of another rank may end this process.
+        """Write the results recorded so far, because the failure of another rank may end this process.
 
         If there is a single rank, nothing is written.
         """

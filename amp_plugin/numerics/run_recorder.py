@@ -37,10 +37,10 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
 
     If there are several ranks, each rank writes its own file, and ``path`` is a folder. The folder contains
     ``rank-0.amp``, ``rank-1.amp`` and so on, and ``manifest.json``. Each rank also writes its file after each
-    step, so that the earlier steps of a rank that is killed are kept. In torch's ``LocalTensorMode``, one
+    step, so that the recorded steps are not lost if the rank is killed. In torch's ``LocalTensorMode``, one
     process simulates all ranks and writes all their files. The mode must be entered before the recording.
 
-    The recording keeps a few hundred numbers per tensor, which is about 5 kB per op. Each op runs two more
+    The recording contains a few hundred numbers per tensor, which is about 5 kB per op. Each op runs two more
     times in fp64, once on the program's inputs and once on the inputs of a run without rounding. The
     program's own results and random numbers do not change. The region needs memory for the fp64 values of
     every live tensor. The file is written when the region ends.
@@ -86,7 +86,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
     def run(self) -> Run:
         """The recording so far.
 
-        If this process simulates several ranks, this is the recording of the first rank.
+        If this process simulates several ranks, the recording of the first rank is returned.
         """
         return next(iter(self._ranks.values())).run
 
@@ -156,7 +156,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         return flat
 
     def step_ended(self, _: Optimizer) -> None:
-        """Write the records so far, if there are other ranks."""
+        """Write the results recorded so far, if there are other ranks."""
         if self.tracker.steps < self._most:
             for recorder in self._ranks.values():
                 recorder.write_step(self._unmeasured())

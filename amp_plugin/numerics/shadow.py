@@ -172,7 +172,7 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
     def exchanged(self, call: Call, results: list[Tensor]) -> None:
         """Drop the shadows of a collective's results, because the data may not have arrived yet.
 
-        When an op reads the result of a collective, that result gets a new shadow that starts with its own
+        When an op reads the result of a collective, the result gets a new shadow with the result's own
         values.
         """
         if any(map(self.shadows.follows, results)) and not call.traits.waits:
@@ -215,7 +215,7 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         """Return the forward op at which the accumulated error grows the most, or None if no op stands out.
 
         The ops are looked at in the order in which they first ran. The accumulated error of each op is
-        compared with the largest accumulated error before it.
+        compared with the largest accumulated error of all earlier ops.
 
         Returns:
             The key of the op in :meth:`errors`, and the largest accumulated error of the ops before it.

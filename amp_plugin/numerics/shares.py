@@ -1,6 +1,6 @@
 """Find out which part of a weight or gradient a rank holds, and its position in the whole tensor.
 
-The position of the part is known from one of three sources.
+The position of a part is known from one of three sources.
 
 - A DTensor has placements on a device mesh.
 - FSDP1 flattens the weights of a unit, and knows which slice of the flat tensor each rank holds.

@@ -160,7 +160,7 @@ class Fingerprint:
     norm: float  # the Euclidean norm of the finite elements
     unfinite: int  # the number of elements that are not finite
     # A count sketch: each element is added, with a pseudo-random sign, to a pseudo-random bucket.
-    # The distance between two sketches equals that between their tensors, to within about 10 %.
+    # The distance between two sketches equals the distance between their tensors to within about 10 %.
     sketch: Sequence[float]
     is_discrete: bool = False  # whether the tensor holds integers or booleans
     made_by: int = -1  # the index of the recorded op that made the tensor; -1 if no recorded op made it
@@ -311,7 +311,10 @@ class Storages(Generic[Value]):
 
 
 class ShadowValues(Storages[Tensor]):
-    """Keeps a flat tensor in a wider dtype, the shadow, for each storage. A view has a view of the shadow."""
+    """Stores a shadow for each storage, which is a flat tensor in a wider dtype.
+
+    A view of a tensor has a view of the tensor's shadow.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -332,7 +335,7 @@ class ShadowValues(Storages[Tensor]):
         )
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the shadow of a tensor with this dtype. Integers keep their dtype."""
+        """Return the dtype of the shadow for tensors of this dtype. Integers keep their dtype."""
         if dtype.is_complex:
             return self.dtype.to_complex()
         return self.dtype if dtype.is_floating_point else dtype
