@@ -339,7 +339,7 @@ def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """Check and cast the input of a converted layer, as a forward pre-hook.
+    """A forward pre-hook that checks and casts the input of a converted layer.
 
     The hook raises an error if the format does not support the number of input rows in training. In emulated
     mxfp8 the hook also casts the input to the dtype of the weight, because torchao's emulation multiplies

@@ -38,14 +38,15 @@ class ScalerCore:
         shared: As given.
         log: As given.
         awaits_update: True if an update has been requested, but gradients still depend on the old loss scale.
-        last_scale: The loss scale of the last scaled backward pass; None if there was none.
+        last_scale: The loss scale of the last scaled backward pass; None before the first scaled backward
+            pass.
         last_task: Autograd's number of that backward pass.
     """
 
     def __init__(self, shared: Shared, log: StepLog) -> None:
         self.shared, self.log = shared, log
         self._states: dict[int, OptimizerState] = {}
-        # Ids of optimizers that may delay an update. Others are not checked, so that update() is cheap.
+        # Ids of optimizers that may delay an update. To be fast, update() checks only these optimizers.
         self._may_delay_update: list[int] = []
         self.awaits_update = False
         self.last_scale: LossScale | None = None

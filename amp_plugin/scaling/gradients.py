@@ -49,7 +49,7 @@ class Measurement(NamedTuple):
     norm: Tensor  # float32, 0-dim, like the next one
     found_inf: Tensor
     flags: Tensor  # for each gradient: bit 0 if it has an inf, bit 1 if it has a nan (uint8, 1-dim)
-    params: Sequence[Tensor]  # the parameters of these gradients, in the order of the flags
+    params: Sequence[Tensor]  # the parameters of the measured gradients, in the order of the flags
     layout: ShardLayout | None = None  # None if every rank holds all of them
 
     def of(self, params: Sequence[Tensor]) -> Iterator[Measurement]:
@@ -226,7 +226,7 @@ def _run(tensors: list[Tensor], op: str, *arguments: Any) -> Any:
 
 
 def _run_with_duplicates(grads: list[Tensor], op: str, *arguments: Any) -> Any:
-    """Unscale values that share an index before adding them, as torch.amp does.
+    """Unscale sparse values with the same index before they are added, as torch.amp does.
 
     Scaled sums may overflow.
     """

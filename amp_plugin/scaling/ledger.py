@@ -166,7 +166,7 @@ class GradientLedger:
             record.seen = _seen(grad)
 
     def assume_scaled(self, scale: LossScale, optimizer: int, updates: int) -> bool:
-        """Assume that unscaled gradients are scaled, in the cases in which torch.amp unscales them again.
+        """Record unscaled gradients as scaled, in the cases in which torch.amp unscales them again.
 
         All gradients with which the optimizer has stepped are then assumed to be scaled. A gradient that the
         optimizer has only unscaled is assumed to be scaled if its address has changed.
@@ -214,8 +214,8 @@ class GradientLedger:
     def has_grown(self) -> bool:
         """Return whether a backward pass has added to a gradient since its last use.
 
-        Call this method only after a scaled backward pass has begun. Before the backward pass, a changed
-        gradient may have been changed by the user.
+        Call this method only after a scaled backward pass has begun. Before a backward pass begins, a change
+        of a gradient may come from the user.
         """
         return any(record.has_grown or record.is_changed(grad) for grad, record in self._each())
 

@@ -184,7 +184,10 @@ class LossScale:
         return self.init_scale if self.value is None else self.value.item()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state under torch's keys. With a constant scale, the factors are torch's. Host sync."""
+        """Return the state under torch's keys, which is a host sync.
+
+        For a constant scale, the state contains torch's default growth and backoff factors.
+        """
         rule = self if self.options.dynamic else LossScaleOptions()
         return {
             "scale": self.item(),

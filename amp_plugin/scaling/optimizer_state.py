@@ -1,6 +1,6 @@
 """OptimizerState measures, unscales and clips the gradients of one optimizer between two steps.
 
-The ledger says by which loss scale each gradient is multiplied. This module multiplies and divides the
+The ledger records which loss scale each gradient is multiplied by. This module multiplies and divides the
 gradients, combines norms and overflow flags over all ranks, and keeps the results until the step.
 """
 
@@ -207,7 +207,7 @@ class OptimizerState:
         self.names.update((id(param), (param, name)) for name, param in named.items())
 
     def name_of(self, param: Tensor) -> str:
-        """Return a parameter's name for an error. If it has none, all modules of the process are searched."""
+        """Return a parameter's name for an error. An unnamed parameter is searched for in all modules."""
         paths = {id(own): (own, path) for path, own in module_paths([param]).items()}
         names = names_of(self.params, self._optimizer(), paths | self.names)
         return names[next(i for i, own in enumerate(self.params) if own is param)]
