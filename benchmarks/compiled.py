@@ -25,7 +25,7 @@ class Compiled(Section):
     key = "compiled"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield comparisons with regions around and inside the compiled model, then the compiled step."""
+        """Yield comparisons with regions around and inside a compiled model, then of a compiled step."""
         own = OpRules.default(setting.device).with_rule("aten::softmax.int", "fp32")
         regions: dict[str, Region] = {
             "default rules": lambda: autocast(setting.device, BF16),

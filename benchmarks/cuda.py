@@ -87,7 +87,7 @@ def waits(call: Call) -> int:
 
 
 class Bandwidth(Section):
-    """Measure how many bytes per second each op reads and writes, without the host's time."""
+    """Measure the memory bandwidth of each op, without the time that the host takes."""
 
     key = "bandwidth"
     threads = 0

@@ -114,7 +114,7 @@ def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: s
         hooked_step(math.nan)  # the first skipped step registers the hooks
         drawn_step = step_of(model, scaler)
         for _ in range(setting.sized(20, 1)):
-            drawn_step()  # not timed, because the report inspects dtypes at the first step
+            drawn_step()  # these steps are not timed, because the report inspects dtypes at the first step
         repeat = setting.sized(20, 1)
         yield Comparison(
             name=name,

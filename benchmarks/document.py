@@ -14,7 +14,7 @@ PAGES = tuple(LAB / name for name in ("performance.md", "measurements.md", "cuda
 
 
 def blocks(report: Report, figures: Mapping[str, list[str]]) -> dict[str, str]:
-    """Return a dict that maps the name of each block to the text between its markers.
+    """Return a dict that maps the name of each marked block in the documentation to its new text.
 
     Args:
         report: The measurements.

@@ -3,7 +3,7 @@
 A round takes one sample of each variant, in random order. Ratios are computed within a round, so slow changes
 in the machine's speed affect both numbers of a ratio. The reported value is the median over the rounds. The
 reported spread is the interquartile range over the rounds. If the process had to wait for a CPU in some
-rounds, up to half as many rounds are added. Only the rounds in which the process waited least are used.
+rounds, up to 50 % more rounds are run. Only the rounds in which the process waited least are used.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class Outcome:
 
     Attributes:
         times: Maps the label of each variant to a summary of its samples, divided by ``Comparison.per``.
-        ratios: Maps the label of each other variant to a summary of the ratios of our samples to that
-            variant's samples. Variants with a sample of 0 are left out.
+        ratios: Maps the label of each other variant to a summary of our samples divided by that variant's
+            samples. Variants with a sample of 0 are left out.
     """
 
     name: str

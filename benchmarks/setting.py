@@ -58,7 +58,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
-    """A plot of a table, with one curve over ``x`` for each label.
+    """A plot of a table, with one curve over ``x`` for each variant.
 
     Attributes:
         table: The name of the table.

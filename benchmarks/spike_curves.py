@@ -78,7 +78,7 @@ def train(seed: int, *, factor: float, on_spike: Spike | None) -> tuple[list[flo
 
 
 def detection(records: list[StepRecord]) -> str:
-    """Return a table of the fraction of steps that would be detected as spikes, for each factor."""
+    """Return a table that shows, for each factor, the fraction of steps that would be detected as spikes."""
     judged = [(record.norm, record.limit) for record in records if record.norm and record.limit]
     alarms = sum(record.verdict == "spike" for record in records)
     rows = [f"| times its norm | caught of {len(judged)} steps |", "|---|---|"]

@@ -314,7 +314,7 @@ class Trained:
         self.ours.update()
 
     def clip_and_step(self) -> None:
-        """Clip and step as torch does without a loss scale."""
+        """Clip with torch's function, and step without a loss scale."""
         torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
         self.optimizer.step()
 

@@ -71,7 +71,7 @@ def grouped(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
 def cells(rows: Sequence[Outcome], mark: str = "**") -> list[list[str]]:
     """Return the header and rows of a table.
 
-    Cells that show a lost comparison or a missed limit begin and end with ``mark``.
+    Cells begin and end with ``mark`` if amp_plugin is slower than a rival or misses a limit.
     """
     labels, compared = list(rows[0].times), list(rows[0].ratios)
     gated = any(row.verdicts for row in rows)

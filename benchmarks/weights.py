@@ -22,7 +22,7 @@ IN_A_REGION = "weights='bf16', in our autocast"
 # This variant uses torch's own param.grad_dtype for float32 gradients, without amp_plugin.
 FP32_GRADIENTS = "bf16 model, fp32 gradients"
 WAYS = ("fp32", "bf16", "bf16-stochastic", "fp16")
-# The number is the largest allowed ratio of our time to the time of a bf16 model with bf16 gradients.
+# Each number is the largest allowed ratio of our time to the time of a bf16 model with bf16 gradients.
 MODELS = {
     "GPT 6 x 64, launch-bound": (launch_bound_gpt, 1.05),
     "GPT, compute-bound": (compute_bound_gpt, 1.03),
