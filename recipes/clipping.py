@@ -34,7 +34,7 @@ from recipes.shared import (
 class Config(RecipeConfig):
     """The config of this recipe, which adds keys of its own to those that all recipes share."""
 
-    learning_rate: float = 0.3
+    learning_rate: float = 0.15
     max_norm: float = number(1.0, above=0)
     max_value: float = number(0.0, least=0)
     width: int = number(8, least=4, multiple_of=4)
