@@ -178,8 +178,8 @@ def attention_in_steps(
     """Return the result of ``scaled_dot_product_attention``, with roundings from ``ATTENTION``.
 
     Operands are cast as autocast would cast them. As in fused kernels, the scores are computed in float32.
-    The exponentials of the scores are cast for the second matrix product. The product is then divided by the
-    sum of the exponentials.
+    The exponentials of the scores are cast for the second matrix product. The second matrix product is then
+    divided by the sum of the exponentials.
     """
     device = query.device.type
     is_cast = torch.is_autocast_enabled(device)

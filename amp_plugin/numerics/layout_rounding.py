@@ -23,8 +23,8 @@ therefore the same for all ops, except for optimizer steps that use the signs of
 
 The factor 4 is 2 * 2. Two independent errors of the same size differ by up to twice that size, and summing in
 another order may double an error. With a factor of 4, no difference was reported between 69 correct runs in
-fp32 and bf16. Of the 69 correct runs, 11 were recorded after the limits had been set. All 14 planted bugs
-were found (docs/lab/numerics.md).
+fp32 and bf16. Of the 69 correct runs, 11 were recorded after the limits had been set. All 14 bugs that had
+been planted in programs were found (docs/lab/numerics.md).
 
 There is only one right way to combine gradients that reach the optimizer. The shards of a gradient make up
 the whole gradient, and along all other mesh dimensions the ranks must have equal gradients. A gradient that
@@ -126,7 +126,7 @@ class _Judge:
         return _GROWTH * rounding + slack
 
     def _inputs(self, match: Match) -> float:
-        """Return the largest difference among the inputs of a result."""
+        """Return the largest difference between the two runs among the inputs of a result."""
         if match.is_gradient:
             if self._follows_random:
                 return math.inf
@@ -189,10 +189,11 @@ class _Judge:
 def _of_signs(record: OpRecord, inputs: float) -> float:
     """Return how much rounding can change an optimizer step that uses only the signs of the gradients.
 
-    Adam and similar optimizers divide each element of a gradient by its own size. An element that is smaller
-    than the gradient's rounding error may have the opposite sign in the other run. With the opposite sign,
-    the step of this element differs by twice its own size. If a fraction ``inputs`` of all elements has the
-    opposite sign, the norm of the whole step differs by twice the square root of this fraction.
+    Adam and similar optimizers divide each element of a gradient by the element's own magnitude. An element
+    that is smaller than the gradient's rounding error may have the opposite sign in the other run. With the
+    opposite sign, the step of this element differs by twice its own size. If a fraction ``inputs`` of all
+    elements has the opposite sign, the norm of the whole step differs by twice the square root of this
+    fraction.
     """
     if not _GOES_BY_SIGNS.search(record.op) or not record.held.norm or math.isinf(inputs):
         return 0.0

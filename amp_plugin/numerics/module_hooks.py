@@ -80,7 +80,7 @@ class ModuleHooks:
         return ModuleHooks((), _nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a built-in function that does nothing in place of the hook."""
+        """Replace the hook in a pickle by a built-in function that does nothing."""
         return getattr, (nullcontext(), "__exit__")
 
     @untraced

@@ -256,7 +256,7 @@ class Call:
         self.read: tuple[Any, ...] = ()  # the fingerprints of the inputs, if the run is recorded
 
     def keep(self, note: Any) -> None:
-        """Store data of an observer with this call, so that the observer can read it after the op has run."""
+        """Store an observer's data with this call, so that the observer can read the data after the op."""
         self.kept = note
 
     def keep_fingerprints(self, read: Iterator[Any]) -> None:

@@ -1,7 +1,7 @@
 """Describe a rank's part of a tensor by numbers that can be combined with those of other ranks.
 
-A tensor of a single process may be spread over several ranks. Each rank stores numbers that depend linearly
-on its part, so the numbers can be added up after all ranks have written their files.
+A tensor that a single process holds as a whole may be spread over several ranks. Each rank stores numbers
+that depend linearly on its part, so the numbers can be added up after all ranks have written their files.
 
 - If the tensor is split along a dimension, the ranks' sums over this dimension add up to the sum over the
   whole tensor. The order of the parts does not matter.

@@ -50,7 +50,7 @@ class Place:
 
 
 def called_from(frame: FrameType | None = None) -> tuple[Place | None, Place | None]:
-    """Return the innermost running line outside torch and this package.
+    """Return the innermost line of the call stack that is outside torch and this package.
 
     If this line is in an installed library, also return the line of the program that called the library.
     """
@@ -58,7 +58,7 @@ def called_from(frame: FrameType | None = None) -> tuple[Place | None, Place | N
 
 
 def raised_from(trace: TracebackType | None) -> tuple[Place | None, Place | None]:
-    """Return the innermost line in a traceback, outside torch and this package.
+    """Return the innermost line of a traceback that is outside torch and this package.
 
     If this line is in an installed library, also return the line of the program that called the library.
     """

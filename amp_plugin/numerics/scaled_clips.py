@@ -90,7 +90,7 @@ class ScaledClips:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        """Patch torch's clip functions, and the methods ``step`` and ``unscale_`` of scalers."""
+        """Patch torch's gradient clipping functions, and the methods ``step`` and ``unscale_`` of scalers."""
         with ExitStack() as stack:
             for kind in _SCALERS:
                 for name in ("step", "unscale_"):

@@ -190,7 +190,7 @@ class Watch:
                 self._tracker.sources.set(tensor, f"batch {number} of the DataLoader")
                 origin = self._origins.get(tensor)
                 if origin is not None and not origin.explains:
-                    self._origins.forget(tensor)  # a batch counts as input data, even if an op wrote it
+                    self._origins.forget(tensor)  # a batch counts as input data, even if an op computed it
             return batch
 
         return next_batch
@@ -490,7 +490,7 @@ class Judgement(NamedTuple):
     """
 
     verdict: Verdict
-    held: Held  # the values that were made or passed on: "inf", "-inf" or "nan"
+    held: Held  # the values that the op made or passed on: "inf", "-inf" or "nan"
     of: Sequence[Argument] = ()  # the arguments that were not finite; those with a nan come first
 
 
