@@ -181,7 +181,10 @@ class IgnitePrecision(EntryPoint):
             engine.state.metrics |= {name: value for name, value in shown.items() if value is not None}
 
     def end(self, *_: Any) -> None:
-        """End the run. Weights become float32 again, and the op rules from before the run are restored."""
+        """End the run.
+
+        Weights are converted back to float32, and the op rules from before the run are restored.
+        """
         self.session.end(warn=warn_user)
         self.step_log.unsubscribe(self._count)
 

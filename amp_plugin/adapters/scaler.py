@@ -182,7 +182,7 @@ def _refuse_unknown(
     optimizer: Optimizer,
     *_: Any,
 ) -> None:
-    """Raise RuntimeError if an unprepared optimizer is about to step with scaled gradients."""
+    """Raise RuntimeError if an optimizer unknown to the scaler is about to step with scaled gradients."""
     made, known = origins(), scaler()
     if made is None or known is None or any(other is optimizer for other in known.core.optimizers):
         return

@@ -293,7 +293,7 @@ class Session:
         Session._in_force.close()
 
     def end(self, *, warn: Callable[[str], object] | None, error: BaseException | None = None) -> None:
-        """End the run. Weights become float32 again, and earlier op rules are restored.
+        """End the run. Weights are converted back to float32, and earlier op rules are restored.
 
         The loss scale and the step counts do not change.
 
@@ -702,7 +702,7 @@ class EntryPoint:
         return self._scaler.last_step(torch_optimizer(optimizer))
 
     def result_of(self, optimizer: Optimizer) -> StepResult | None:
-        """Return the same as :meth:`last_step`, or None if the optimizer has not stepped yet."""
+        """Return the result of :meth:`last_step`, or None if the optimizer has not stepped yet."""
         return self._scaler.core.result_of(torch_optimizer(optimizer))
 
     def landed(self, optimizer: Optimizer, *, wait: bool = True) -> bool:
@@ -733,7 +733,9 @@ class EntryPoint:
 
 
 def endless_skips(step: StepResult, words: Words, growth: WeightGrowth) -> RuntimeError:
-    """Return the error for a run that skips all steps. The error names parameters, a remedy and a command.
+    """Return the error that ends a run in which all steps are skipped.
+
+    The error names parameters, a remedy and a command.
 
     If the weights have grown, the remedy is a lower learning rate. A wider dtype would only delay an overflow
     that growing weights cause.

@@ -3,7 +3,7 @@
 ``amp-plugin run`` prepares a :class:`Takeover`, which starts when the program imports torch. The takeover
 lasts until the process ends, because threads and ``atexit`` handlers run after the program's last line. Child
 processes inherit the environment variable ``AMP_PLUGIN_TAKEOVER``. When a child process imports torch,
-``amp_plugin_autoload`` reads this variable and starts the takeover there too.
+``amp_plugin_autoload`` reads ``AMP_PLUGIN_TAKEOVER`` and starts the takeover there too.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Takeover:
             self._say_what_was_used()
 
     def __enter__(self) -> Self:
-        """Start the takeover, and print a line that says so."""
+        """Start the takeover, and print a line to announce it."""
         from amp_plugin.adapters.taken_scalers import scalers_taken  # noqa: PLC0415 - loads torch
         from amp_plugin.numerics.scaled_clips import ScaledClips  # noqa: PLC0415
         from amp_plugin.precision import DTYPES  # noqa: PLC0415
@@ -444,7 +444,8 @@ def bind_environment() -> None:
     child processes of its program.
 
     Raises:
-        OptionError: one of the two environment variables has an invalid value. The error names the variable.
+        OptionError: ``AMP_PLUGIN_RULES`` or ``AMP_PLUGIN_TAKEOVER`` has an invalid value. The error names the
+            variable.
     """
     if _BOUND or is_launcher():
         return

@@ -70,7 +70,7 @@ def content_of(rules: OpRules | None) -> str:
 def _blocks(
     device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, content: str
 ) -> Iterator[None]:
-    # Dynamo would record the dtypes that encode the rule set's number, so they are not set under Dynamo.
+    # The dtypes that encode the rule set's number are not set under Dynamo, which would record them.
     # A number that is recorded in a graph may stand for another rule set in another process.
     low, high = (None, None) if is_dynamo_compiling() else ZEROS
     with (

@@ -35,7 +35,7 @@ MOST_KEPT = 56
 # The code 0 means no rule: the op runs as if it had no autocast kernel.
 RULE_CODES = {rule: number for number, rule in enumerate(OpRule, start=1)}
 
-# The c10::DeviceType of each device type that has an op table.
+# Maps each device type that has op rules to its number in c10::DeviceType.
 DEVICE_NUMBERS = {"cpu": 0, "cuda": 1, "xpu": 12, "mps": 13}
 
 Opening = tuple[int | None, torch.dtype, bool, bool, int, str]

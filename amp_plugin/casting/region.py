@@ -325,7 +325,7 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
 
 
 def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[Any]) -> Callable[..., Any]:
-    """Return a version of a function that runs inside a context.
+    """Wrap a function so that it runs inside a context.
 
     Generators enter the context each time they resume.
     """

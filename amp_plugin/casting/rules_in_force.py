@@ -3,9 +3,9 @@
 A region with ``rules=`` follows its own rules. All other regions, and all blocks of ``torch.autocast``,
 follow the topmost rules on the stack for their device. If the stack has no rules for the device, amp_plugin's
 regions follow the default rules. Without rules on the stack, blocks of ``torch.autocast`` run on torch's own
-kernels. ``set_default_rules``, ``AMP_PLUGIN_RULES``, ``amp-plugin run``, the trials of ``amp-plugin tune``
-and the adapters push rules onto the stack and pop them. ``csrc/rules_in_force.h`` explains how compiled code
-sees which rules are in force.
+kernels. Rules are pushed and popped by ``set_default_rules``, ``AMP_PLUGIN_RULES``, ``amp-plugin run``,
+``amp-plugin tune`` and the adapters. ``csrc/rules_in_force.h`` explains how compiled code sees which rules
+are in force.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def number_on(device_type: str) -> int:
 
 
 def number_for_region(device_type: str) -> int:
-    """Return the number of the rules for a region that has no rules of its own.
+    """Return the number of the rule set for a region that has no rules of its own.
 
     The first call also pushes the rules of ``AMP_PLUGIN_RULES``, which then apply to ``torch.autocast``
     blocks too.
@@ -157,9 +157,9 @@ def following(*rules: OpRules, file: str = "") -> Iterator[Pushed]:
 def rules_on_trial(rules: OpRules) -> Iterator[None]:
     """Inside the block, apply rules to ``torch.autocast`` and to regions without rules of their own.
 
-    The number of rule sets per process is limited. Rules on trial do not count towards this limit, because
-    the trial only replaces the default rules for a time. Any number of rule sets can therefore be tried.
-    Inside the block, functions compiled by torch.compile run eagerly.
+    The number of rule sets per process is limited. Rules on trial do not count towards the limit on rule
+    sets, because they only replace the default rules for a time. Any number of rule sets can therefore be
+    tried. Inside the block, functions compiled by torch.compile run eagerly.
 
     Raises:
         ValueError: ``AMP_PLUGIN_RULES`` is set, so regions would follow the rules of that file.

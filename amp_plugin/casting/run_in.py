@@ -107,9 +107,9 @@ def run_in(dtype: torch.dtype, *, keep: Iterable[str] = (), cast_back: bool = Fa
 
     Floating-point tensor arguments are cast to ``dtype``, except those in fp64. Tensors in lists, tuples,
     dicts and other containers that are registered with ``torch.utils._pytree`` are cast too. Weights are not
-    converted. The module's weights should already have this dtype, such as fp32 in a model that uses
-    autocast. If the function writes to an argument that was cast, only the copy changes. TorchScript runs a
-    changed module in Python, and cannot save a model that contains it.
+    converted. The module's weights should already have ``dtype``, such as fp32 in a model that uses autocast.
+    If the function writes to an argument that was cast, only the copy changes. TorchScript runs a changed
+    module in Python, and cannot save a model that contains it.
 
     Args:
         dtype: a floating-point dtype, usually ``torch.float32``.

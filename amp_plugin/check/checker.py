@@ -1,4 +1,4 @@
-"""Runs each rule on each file, and drops mistakes that comments, settings or a baseline silence."""
+"""Runs each rule on each file, and drops mistakes that are silenced by comments, settings or a baseline."""
 
 from __future__ import annotations
 

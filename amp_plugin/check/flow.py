@@ -78,7 +78,7 @@ class Context:
         return None if any((text, not holds) in self.conditions for text, holds in inner.when) else inner
 
     def within(self, test: ast.expr, *, holds: bool) -> Context:
-        """Return the context inside a branch of ``if test``. ``holds`` is False for the ``else`` branch."""
+        """Return the context inside one branch of ``if test``. ``holds`` is False for the ``else`` branch."""
         return replace(self, conditions=(*self.conditions, *facts(test, holds=holds)))
 
     def around(self, inner: Context) -> Context:
@@ -251,7 +251,7 @@ class _Walker:
     def alternatives(self, node: ast.Try | ast.Match, context: Context) -> None:
         """Walk through the blocks of a ``try`` or ``match``.
 
-        At most one handler or case of the statement runs.
+        At most one handler or case of such a statement runs.
         """
         if isinstance(node, ast.Try):
             self.body(node.body, context)

@@ -1,4 +1,4 @@
-"""Define the command `amp-plugin gap`, which finds out why a trainer and a generator differ."""
+"""Define `amp-plugin gap`, which finds out why the log-probabilities of trainer and generator differ."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class ModelDtypes:
     """The dtypes in which a model computes, stores its weights, and sends data. ``rich.print`` shows them.
 
     Attributes:
-        units: The FSDP units, with the model itself as the last. A model that is not sharded is a single
+        units: The FSDP units, in which the model itself comes last. A model that is not sharded is a single
             unit.
     """
 
@@ -262,8 +262,9 @@ def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
     """Report the dtypes of a model's weights and gradients, and of the inputs and outputs of its modules.
 
     If inputs are given, the model runs once under ``torch.no_grad()`` and the current autocast region, in its
-    current mode. In training mode, buffers such as the running statistics of batch norm change. If no inputs
-    are given, the model does not run and the report covers only its weights. The native core is not needed.
+    current training or evaluation mode. In training mode, buffers such as the running statistics of batch
+    norm change. If no inputs are given, the model does not run and the report covers only its weights. The
+    native core is not needed.
 
     Args:
         model: The model, which may be wrapped in DDP or FSDP, or sharded by ``fully_shard``. For a compiled

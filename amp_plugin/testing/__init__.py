@@ -1,1 +1,1 @@
-"""Helps to test numerics, with assertions about a training program and a pytest plugin."""
+"""Provides assertions about the numerics of a training program, and a pytest plugin."""

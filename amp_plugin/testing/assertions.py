@@ -9,8 +9,8 @@ Each op runs twice, in the program's dtypes and in a wide dtype whose rounding i
   ops.
 
 Some derivatives are discontinuous, such as the derivative of relu at 0. If rounding moves an input across a
-discontinuity, the result changes by more than rounding alone. Therefore the fraction of elements that cross a
-discontinuity is added to ``explained``, up to three times the ``explained`` of the input.
+discontinuity, the result changes by more than the rounding error. Therefore the fraction of elements that
+cross a discontinuity is added to ``explained``, up to three times the ``explained`` of the input.
 
 An assertion fails if a loss, or the gradients of a step, differ from the wide-dtype run by more than three
 times ``explained``. An assertion also fails if rounding the weights loses a larger part of an update than

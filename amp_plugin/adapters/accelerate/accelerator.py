@@ -525,7 +525,9 @@ class AmpAccelerator(EntryPoint, Accelerator):
             )
 
     def end_training(self) -> None:
-        """End the run. Models become float32 again, and ``torch.autocast`` uses torch's kernels again.
+        """End the run.
+
+        Models are converted back to float32, and ``torch.autocast`` uses torch's kernels again.
 
         Warns if all steps were skipped.
         """

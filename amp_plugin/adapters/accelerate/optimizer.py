@@ -15,8 +15,8 @@ from amp_plugin.kernels.tracers import outside_graphs
 class AmpOptimizer(AcceleratedOptimizer):
     """The optimizer that ``AmpAccelerator.prepare()`` returns.
 
-    Within an accumulation window, ``step`` does nothing. At the end of the window, ``step`` unscales the
-    gradients, then takes or skips the optimizer step.
+    Within an accumulation window, ``step`` does nothing. At the end of an accumulation window, ``step``
+    unscales the gradients, then takes or skips the optimizer step.
     """
 
     session: Session

@@ -163,7 +163,7 @@ class PrecisionCore(EntryPoint):
         self.session.begin(device_type, groups, is_first_rank=is_first_rank)
 
     def teardown(self) -> None:
-        """End the run. Weights become float32 again, and earlier op rules are restored.
+        """End the run. Weights are converted back to float32, and earlier op rules are restored.
 
         The loss scale does not change.
         """
