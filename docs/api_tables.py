@@ -49,7 +49,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def with_tables(page: str) -> str:
-    """Return the API page with the table of names under each heading regenerated."""
+    """Return the API page, after regenerating the table of names under each heading."""
     first, *parts = _SECTION.split(page)
     sections = zip(parts[::2], parts[1::2], strict=True)
     return first + "".join(f"{heading}\n\n{_table(text)}\n\n{text}" for heading, text in sections)
@@ -74,7 +74,7 @@ def _meaning(entry: str) -> str:
 
 
 def with_options(page: str) -> str:
-    """Return the options page with each table between ``begin NAME`` and ``end NAME`` regenerated."""
+    """Return the options page, after regenerating each table between ``begin NAME`` and ``end NAME``."""
     for name, (options, without) in OPTION_TABLES.items():
         before, rest = page.split(f"<!-- begin {name} -->")
         after = rest.split(f"<!-- end {name} -->")[1]

@@ -2,9 +2,10 @@
 
     python -m recipes run accumulation [precision=bf16] [key=value ...]
 
-The loss scale must not change between the micro-batches of a step. So ``scaler.step`` and ``scaler.update``
-are called once per accumulation window, after the last micro-batch. The loss of each micro-batch is divided
-by the number of micro-batches. The accumulated gradients then equal the gradients of one large batch.
+The loss scale must not change between the micro-batches of a step. The recipe therefore calls ``scaler.step``
+and ``scaler.update`` once per accumulation window, after the last micro-batch. The loss of each micro-batch
+is divided by the number of micro-batches. The accumulated gradients then equal the gradients of one large
+batch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     batch_size: int = 16
     micro_batches: int = number(4, least=1)

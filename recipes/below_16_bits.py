@@ -41,7 +41,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     precision: Precision = Precision.bf16
     steps: int = 60

@@ -26,7 +26,7 @@ from recipes.shared import CharGPT, ConfigError, RecipeConfig, TrainingRecord, n
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     steps: int = 600
     batch_size: int = 4

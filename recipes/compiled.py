@@ -37,7 +37,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     batch_size: int = number(64, least=1, most=TRAINING_IMAGES)  # a smaller last batch is left out
     backend: str = "inductor"
@@ -97,7 +97,7 @@ def train(config: Config) -> TrainingRecord:
 def ratio_of_times(
     call: Callable[[torch.nn.Module], None], *models: torch.nn.Module, rounds: int = 20
 ) -> float:
-    """Return the median time of ``call`` with the first model, divided by the median with the second one.
+    """Return the median time of ``call`` with the first model, divided by its median time with the second.
 
     The calls with the two models alternate.
     """

@@ -38,7 +38,7 @@ FINAL_STEPS = 20  # the final loss is the mean loss of the last 20 steps
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     precision: Precision = Precision.bf16
     steps: int = number(150, least=1)
@@ -50,8 +50,8 @@ def train(config: Config) -> TrainingRecord:
     """Train a classifier with each state format and each seed. Return the losses and their differences.
 
     Args:
-        config: A config that was checked. The returned record shows the steps of the run with the first seed
-            and 8-bit state.
+        config: A config that was checked. The returned TrainingRecord shows the steps of the run with the
+            first seed and 8-bit state.
     """
     config.start()
     record = TrainingRecord(title=f"compressed state, {config.precision.value}")

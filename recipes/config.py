@@ -82,7 +82,7 @@ def config_errors(program: str) -> Iterator[None]:
 
 
 def make_folder(output: str, name: str) -> Path:
-    """Create a folder for the results of a run before it starts. Return the path of the folder.
+    """Create a folder for the results of a run before the run starts. Return the path of the folder.
 
     Args:
         output: The folder for the results of all runs, as set in the config.

@@ -37,7 +37,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     device: str = "cuda"
     batch_size: int = number(64, least=1, most=TRAINING_IMAGES)  # a smaller last batch is left out

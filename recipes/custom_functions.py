@@ -1,4 +1,4 @@
-"""Use custom_fwd, custom_bwd and cast_inputs to make custom autograd Functions follow autocast.
+"""Use custom_fwd, custom_bwd and cast_inputs, so that custom autograd Functions work under autocast.
 
     python -m recipes run custom_functions [precision=bf16] [key=value ...]
 
@@ -34,7 +34,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     steps: int = 800
     learning_rate: float = 1e-2

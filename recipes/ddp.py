@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 -m recipes run ddp [key=value ...]
 
 If the recipe is not started by torchrun, it starts its processes itself. DDP averages gradients that are
-still multiplied by the loss scale. So an overflow on one rank becomes an overflow on all ranks. After such an
+still multiplied by the loss scale. The average spreads an overflow on one rank to all ranks. After such an
 overflow, all ranks skip the optimizer step, and their loss scales stay equal. Each batch is divided between
 the ranks, and the losses equal those of a single process that trains on the whole batch.
 """
@@ -38,7 +38,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     processes: int = number(2, least=1)
     width: int = number(8, least=4, multiple_of=4)

@@ -32,13 +32,13 @@ from recipes.shared import (
     number,
 )
 
-SIZE = 150.0  # factor on queries and keys, so that their dot products overflow in fp16
+SIZE = 150.0  # multiplies queries and keys, so that their dot products overflow in fp16
 ROWS = 8  # rows of an image; each row is a token
 
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     steps: int = 400
     width: int = number(32, least=1)
@@ -76,7 +76,7 @@ class Classifier(nn.Module):
 def rules_for(model: nn.Module, images: Tensor, labels: Tensor, config: Config) -> tuple[OpRules, str]:
     """Run one step under diagnose, and return op rules that avoid the overflow it finds.
 
-    Also return the overflowing op and its module as a string, or "none" if no op overflows.
+    The second result names the overflowing op and its module, or is "none" if no op overflows.
     """
     rules = OpRules.default(config.device.partition(":")[0])
     with amp_plugin.diagnose(model, keep_going=True) as diagnosis, region_of(config, rules):

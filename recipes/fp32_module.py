@@ -30,12 +30,12 @@ from recipes.shared import (
     number,
 )
 
-SIZE = 30.0  # factor on the elements, so that squared distances overflow in fp16
+SIZE = 30.0  # multiplies features and centres, so that squared distances overflow in fp16
 
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     steps: int = 800
     learning_rate: float = 1e-2
@@ -66,7 +66,8 @@ class NearestCentres(nn.Module):
 class Classifier(nn.Module):
     """A classifier with Linear layers before and after the imported module.
 
-    The buffer ``used`` is in bfloat16. It must not be cast, because the imported module writes to it.
+    The buffer ``used`` is in bfloat16. The buffer must not be cast, because the imported module writes to the
+    buffer.
     """
 
     def __init__(self, config: Config) -> None:

@@ -7,8 +7,8 @@
 A model that is sharded in bfloat16 loses small weight updates. Float32 shards keep small updates, but FSDP2
 must cast each shard before the all-gather. With ``weights="bf16"``, each float32 weight is split into a
 bfloat16 number and the other 16 bits. Only the bfloat16 part is communicated. This split loses no weight
-update, and no shard must be cast before the all-gather. With ``state="8bit"``, the optimizer's moments are
-rounded and take a quarter of the memory.
+update, and needs no cast of the shards before the all-gather. With ``state="8bit"``, the optimizer's moments
+are rounded and take a quarter of the memory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WAYS = {  # the plots of the loss and the loss scale show the last run
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     precision: Precision = Precision.bf16
     processes: int = number(2, least=1)

@@ -35,7 +35,7 @@ PENALTY = "penalty (squared norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     weight: float = number(0.1, least=0)
     width: int = number(8, least=4, multiple_of=4)

@@ -34,7 +34,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     width: int = number(8, least=4, multiple_of=4)
 

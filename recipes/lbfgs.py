@@ -33,7 +33,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     steps: int = 8
     batch_size: int = 2000

@@ -41,7 +41,7 @@ class Scales(Enum):
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     steps: int = 800
     learning_rate: float = 1e-2

@@ -26,7 +26,7 @@ DISAGREEMENT = "disagreement (nats)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     widths: list[int] = field(
         default_factory=lambda: [4, 8], metadata={"bounds": {"least": 4, "multiple_of": 4, "length": 2}}

@@ -1,7 +1,7 @@
 """Provide the config keys, data, models, training records and plots that the recipes share.
 
-This file is all that a recipe imports from this folder. To use a recipe elsewhere, copy the recipe and this
-file into one folder, and replace ``from recipes.shared import`` by ``from shared import``.
+From this folder, a recipe imports only this file. To use a recipe elsewhere, copy the recipe and this file
+into one folder, and replace ``from recipes.shared import`` by ``from shared import``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Result = TypeVar("Result")
 
 
 class ConfigError(ValueError):
-    """A config is not valid. The error message names the key and says which values are allowed."""
+    """A config is not valid. The message of a ConfigError names the key and says which values are allowed."""
 
 
 def number(default: float, **bounds: Any) -> Any:
@@ -177,7 +177,7 @@ def digits_loaders(
 
     Args:
         batch_size: The images per batch. The last batch of an epoch may be smaller.
-        seed: The seed of the split and of the order of the training images.
+        seed: The seed that determines the split and the order of the training images.
         shift: Shift each training image at random by up to one pixel.
         drop_last: Leave out the last training batch of an epoch if it is smaller than the other batches.
     """
@@ -535,7 +535,7 @@ class TrainingRecord:
             print(path)
 
     def save(self, folder: Path) -> list[Path]:
-        """Write ``result.json``, ``training.png`` and the other images. Return the paths of the files.
+        """Write ``result.json`` and the images of the run. Return the paths of the files.
 
         Args:
             folder: The folder, which is created if needed.
@@ -553,7 +553,7 @@ class TrainingRecord:
         ]
 
     def save_plot(self, path: Path) -> None:
-        """Plot loss, accuracy, loss scale and further curves against the optimizer steps.
+        """Plot loss, accuracy, loss scale and additional curves against the optimizer steps.
 
         Args:
             path: The PNG file. Its folder is created if needed.

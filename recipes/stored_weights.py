@@ -31,7 +31,7 @@ from recipes.shared import ConfigError, Precision, RecipeConfig, Share, Training
 AS_LOADED = "as loaded"
 WAYS = {  # the plots of the loss and the loss scale show the last run
     Precision.bf16: (AS_LOADED, "fp32", "bf16-stochastic", "bf16"),
-    Precision.fp16: ("fp32", "fp16"),  # GradScaler refuses the fp16 gradients of AS_LOADED
+    Precision.fp16: ("fp32", "fp16"),  # AS_LOADED would have fp16 gradients, which GradScaler refuses
     Precision.fp32: (AS_LOADED, "fp32"),
 }
 MOVED = "weights moved"
@@ -39,7 +39,7 @@ MOVED = "weights moved"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config of this recipe, which adds keys of its own to those that all recipes share."""
+    """The config of this recipe, with its own keys and the keys that all recipes share."""
 
     precision: Precision = Precision.bf16
     steps: int = 150

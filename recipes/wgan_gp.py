@@ -3,10 +3,10 @@
     python -m recipes run wgan_gp [precision=bf16] [key=value ...]
 
 Two optimizers that step at different times share one GradScaler. ``scaler.register`` tells the scaler about
-both optimizers, so that ``scaler.update`` waits while either still has scaled gradients. The generator's
-backward pass is called with ``inputs=``, so that no gradients are left in the critic. The method is from
-"Improved Training of Wasserstein GANs" (Gulrajani and others, 2017). Generator and critic also get the class
-of the digit as an input.
+both optimizers, so that ``scaler.update`` waits while either optimizer still has scaled gradients. The
+generator's backward pass is called with ``inputs=``, so that no gradients are left in the critic. The method
+is from "Improved Training of Wasserstein GANs" (Gulrajani and others, 2017). Generator and critic also get
+the class of the digit as an input.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class FolderCopy:
         return 0
 
     def _entries(self, source: Path, target: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, Path]]:
-        """Yield each file, folder and link to copy, with its path in the copy.
+        """Yield each file, folder and link that must be copied, with its path in the copy.
 
         A folder comes before its contents.
         """

@@ -53,7 +53,7 @@ from amp_plugin.tuning.suspects import Suspect, suspects_of
 from amp_plugin.tuning.trainer import Step, Trainer
 from amp_plugin.tuning.workload import used_ops
 
-_WORTH: Final = 0.9  # removing a cause must reduce the gap to less than this fraction of its size
+_WORTH: Final = 0.9  # removing a cause must reduce the gap to less than this fraction of its former size
 _NEGLIGIBLE: Final = 0.05  # the search stops when the gap is below this fraction of ``floor``
 # Of the roundings whose gaps are within this factor of the smallest gap, the search takes the simplest.
 _NEAR: Final = 1.05

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from amp_plugin.hardware import widest_float
 
-_BETTER: Final = 0.8  # a new temperature or top-p must reduce the gap below this fraction of its size
+# A new temperature or top-p must reduce the gap to less than this fraction of its former size.
+_BETTER: Final = 0.8
 _TEMPERATURES: Final = (0.05, 5.0)  # the range in which the search looks for the temperature
 _TOP_PS: Final = (0.05, 0.999)
 _POINTS: Final = 48  # the number of points in the first grid

@@ -68,7 +68,7 @@ class Measurement:
         return sum(not math.isfinite(error) for error in self.errors)
 
     def first(self, batches: int) -> Measurement:
-        """Return a copy that keeps only the errors of the first batches. The bytes do not change."""
+        """Return a copy with only the errors of the first batches. The bytes do not change."""
         return replace(self, errors=self.errors[:batches], mean_errors=self.mean_errors[:batches])
 
     def cost(self, goal: SearchGoal) -> float:
@@ -79,8 +79,9 @@ class Measurement:
     def growth(self, goal: SearchGoal, default: Measurement) -> float:
         """Return the factor by which the gradient error is larger than with the default rules.
 
-        If the goal is accuracy or a gap, return the factor for the saved and cast bytes instead. The larger
-        factor counts, either of ``error`` and ``mean_error`` or of ``saved_bytes`` and ``cast_bytes``.
+        If the goal is accuracy or a gap, return the factor for the saved and cast bytes instead. The result
+        is the larger of the two factors for ``error`` and ``mean_error``, or for ``saved_bytes`` and
+        ``cast_bytes``.
         """
         is_exactness = goal in {"accuracy", "gap"}
         names = ("cast_bytes", "saved_bytes") if is_exactness else ("error", "mean_error")

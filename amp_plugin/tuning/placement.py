@@ -21,8 +21,8 @@ a smaller error and a smaller cost. The remaining placements are called the Pare
     return the last placement in the front, which is the cheapest
 
 This finds the cheapest placement. If the front has more than 1024 placements, the range of errors is divided
-into 1023 intervals, and only the cheapest placement in each interval is kept. With this limit, the result can
-be slightly more expensive than the cheapest placement.
+into 1023 intervals. Only the cheapest placement in each interval remains. With intervals, the result can be
+slightly more expensive than the cheapest placement.
 """
 
 from __future__ import annotations

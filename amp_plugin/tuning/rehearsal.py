@@ -191,7 +191,8 @@ class Rehearsal:
     def save(self, path: str | Path) -> list[Path]:
         """Write files for amp_plugin, torchao and TransformerEngine, and return their paths.
 
-        If ``path`` is ``formats.yaml``, the other two are ``formats_torchao.py`` and ``formats_te.yaml``.
+        If ``path`` is ``formats.yaml``, the other two files are ``formats_torchao.py`` and
+        ``formats_te.yaml``.
         """
         file = Path(path)
         texts = {
@@ -305,7 +306,7 @@ def emulated(model: nn.Module | None, placement: Mapping[str, str]) -> Iterator[
 
 
 def _measuring(formats: Sequence[str], found: dict[str, Layer]) -> Callable[[str, nn.Linear, Tensor], Tensor]:
-    """Return a function that runs a layer in float32, and adds its errors in each format to ``found``."""
+    """Return a function that runs a layer in float32, and adds the errors of each format to ``found``."""
 
     def compute(name: str, layer: nn.Linear, x: Tensor) -> Tensor:
         """Run a layer as usual, and measure its errors in the backward pass."""

@@ -38,7 +38,8 @@ class Sample:
         top_p: The top-p with which the generator sampled. 1 means that it sampled from all tokens.
 
     Raises:
-        ValueError: A value is not allowed. The error names the value and says what is allowed.
+        ValueError: A value is not allowed. The error message names the wrong value and says which values are
+            allowed.
     """
 
     prompt_ids: tuple[int, ...]
@@ -104,7 +105,7 @@ class RolloutBatch:
             tensor has the index of the sequence of each token. The second tensor has the position whose
             logits predict the token.
         recorded: The recorded log-probabilities, float64 of shape (sampled tokens,).
-        stated: The temperature and top-p from the file, for each sampled token.
+        stated: The temperature and top-p that the rollout file states, for each sampled token.
     """
 
     tokens: Tensor
@@ -216,7 +217,7 @@ class Rollout:
             path: The file.
 
         Raises:
-            ValueError: A line is wrong. The error names the file, the line and the key.
+            ValueError: A line is wrong. The error message names the file, the line and the key.
             OSError: The file cannot be read.
         """
         samples = []

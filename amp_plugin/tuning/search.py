@@ -145,7 +145,7 @@ class Search:
 
         Return an empty tuple if no change saves anything.
         """
-        half = (self._batches + 1) // 2  # the other half of the batches is only used for the final check
+        half = (self._batches + 1) // 2  # only the final check uses the second half of the batches
         chosen = self._grown(self._ranked(change for op in ops for change in self._changes_of(op)), half)
         for change in reversed(chosen):  # drop each change that does not lower the cost
             fewer = tuple(other for other in chosen if other != change)
@@ -164,7 +164,7 @@ class Search:
         return [Change(op=op, rule=rule) for rule in _WANTED[self._goal] if now != {rule.value}]
 
     def _ranked(self, candidates: Iterable[Change]) -> list[Change]:
-        """Return the changes that save something on their own on the first batch, best first."""
+        """Return the changes that, on their own, lower the cost of the first batch. The best comes first."""
         default = self.default(batches=1)
         costs: dict[Change, float] = {}
         for change in candidates:
@@ -186,7 +186,7 @@ class Search:
         return chosen
 
     def _is_better(self, changes: Changes, than: Changes, batches: int) -> bool:
-        """Return whether ``changes`` stay within the budget and cost sufficiently less than ``than``."""
+        """Return whether ``changes`` stay within the budget and cost sufficiently less than other changes."""
         default, now = self.default(batches=batches), self.measure(changes, batches=batches)
         known = self.measure(than, batches=batches)
         if now is None or known is None or not now.stays_within(self._budget, self._goal, default):
@@ -199,7 +199,7 @@ class Search:
         return measured.cost(goal) < than.cost(goal) - _LEAST_GAIN[goal] * default.cost(goal)
 
     def nearest(self) -> str:
-        """Describe the set of rules that would save memory or casts but exceeds the budget by the least.
+        """Describe the set of rules that saves memory or casts and exceeds the error budget by the least.
 
         Return ``""`` if there is none.
         """

@@ -22,8 +22,8 @@ class Suspect:
         setting: The generator's setting that removes the rounding, as a pair of its name and its value. Both
             strings are empty if no setting removes the rounding.
         places: The ops whose results or operands are rounded.
-        attention: The rounding inside attention, as a key of ``ATTENTION``. Empty if the rounding is
-            elsewhere.
+        attention: The rounding inside attention, as a key of ``ATTENTION``. ``attention`` is empty if the
+            rounding is not inside attention.
     """
 
     name: str

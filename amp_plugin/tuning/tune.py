@@ -29,7 +29,7 @@ _REFERENCES: Final = {"fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """The rules that a search chose, and their measurements.
+    """The op rules that a search chose, and their measured cost and gradient error.
 
     Attributes:
         rules: The chosen rules. If the search found no better rules, the default rules are kept.
@@ -43,13 +43,13 @@ class Tuning:
             rules. Both are measured in turns.
         changes: The chosen rules that differ from the default rules.
         tried: All sets of rules that were tried, in order, with their measurements.
-        nearest: A description of the set of rules that would reduce memory or casts but exceeds the error
-            budget, by the smallest amount. Empty if no set of rules does this.
+        nearest: A description of the set of rules that saves memory or casts and exceeds the error budget by
+            the least. Empty if there is none.
         is_followed: False if op rules have no effect, because autocast is off or each autocast block has its
             own rules.
         jump: A sentence about the op at which the accumulated error jumps with the default rules, and lines
-            of code that compute the op's module in fp32. Empty if no op stands out, or if the goal is not
-            ``"accuracy"``.
+            of code that compute the op's module in fp32. ``jump`` is empty if no op stands out, or if the
+            goal is not ``"accuracy"``.
     """
 
     rules: OpRules

@@ -215,7 +215,8 @@ def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
 
     def called(module: nn.Module, *_: Any) -> None:
         if not begun:
-            for name, param in module.named_parameters():  # a deep copy of a module does not call the hook
+            # The registration hook does not run if a module is made as a deep copy.
+            for name, param in module.named_parameters():
                 registered(module, name, param)
             begun.append(time.perf_counter())
 

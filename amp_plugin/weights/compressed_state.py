@@ -150,7 +150,7 @@ def _held_by(tensor: Tensor) -> list[Tensor]:
 def _bytes_of(tensor: Tensor) -> int:
     """Return the number of bytes of a tensor.
 
-    A sparse tensor counts with its values and its indices. A lazy parameter counts as 0 bytes.
+    The bytes of a sparse tensor include its values and its indices. A lazy parameter counts as 0 bytes.
     """
     if tensor.layout is torch.strided:
         return 0 if is_lazy(tensor) else tensor.nbytes

@@ -1,10 +1,10 @@
 """Makes DDP reduce the gradients of stored weights in float32, and rejects FSDP1 and DeepSpeed.
 
 By default, DDP expects gradients in the dtype of the parameters, and reduces them in that dtype. The
-gradients of stored weights are float32. Therefore a communication hook reduces ``.grad`` itself in float32.
-When the hook runs, ``.grad`` is the sum over all micro-batches of the step. DDP then writes the result to
-``.grad``. DDP still chooses the buckets, their order and their overlap with backward. DDP still allocates its
-buckets (2 bytes per element), which stay unused.
+gradients of stored weights are float32. A communication hook therefore reduces ``.grad`` in float32, instead
+of DDP's buckets. When the hook runs, ``.grad`` is the sum over all micro-batches of the step. DDP then writes
+the result to ``.grad``. DDP still chooses the buckets, their order and their overlap with backward. DDP still
+allocates its buckets (2 bytes per element), which stay unused.
 """
 
 # This file must not use "from __future__ import annotations".

@@ -18,7 +18,7 @@ class SplitBf16:
     """A bfloat16 weight and an int16 remainder, which together hold all bits of a float32 weight.
 
     SplitBf16 is also the base class of the other formats. Joining any 16-bit weight with any remainder gives
-    a float32 number that rounds to this weight. Therefore other code may write the 16-bit weight without
+    a float32 number that rounds to this weight. Other code may therefore write the 16-bit weight without
     knowing about the remainder.
     """
 

@@ -1,9 +1,9 @@
 """Takes a whole optimizer step with a single op, instead of calling ``optimizer.step``.
 
 The op reads each gradient once, divides it by the loss scale, clips it and writes it back. The op also
-updates the parameters, and writes them in the format in which they are stored. After an overflow the op only
-writes gradients. The step uses torch's own parameter groups, states, step counters and hooks, so a program
-can switch between this op and ``optimizer.step`` at any time.
+updates the parameters, and writes them in the format in which they are stored. After an overflow, the op
+writes the gradients and changes nothing else. The step uses torch's own parameter groups, states, step
+counters and hooks, so a program can switch between this op and ``optimizer.step`` at any time.
 """
 
 from __future__ import annotations
@@ -370,7 +370,10 @@ def _class_of(optimizer: Optimizer) -> str:
 
 
 def _module_of(kind: type) -> str:
-    """Return the module that defines a class. For torch's Muon, ``__module__`` is only ``torch.optim``."""
+    """Return the module that defines a class.
+
+    For torch's Muon, ``__module__`` is ``torch.optim``, which is not the module that defines Muon.
+    """
     return "torch.optim._muon" if kind is torch.optim.Muon else kind.__module__
 
 

@@ -45,8 +45,8 @@ _takes_steps: list[Callable[[Optimizer], list[Tensor]]] = []
 def take_steps_by(take: Callable[[Optimizer], list[Tensor]]) -> None:
     """Register a function that steps optimizers with compressed states in one pass.
 
-    The function returns the parameters that it has stepped. one_pass.py imports this module and registers its
-    own function here.
+    The function returns the parameters that it has stepped. The module one_pass.py registers
+    ``take_bare_step`` when it is imported.
     """
     _takes_steps.append(take)
 
@@ -103,13 +103,13 @@ def add_if_late(optimizer: Optimizer) -> None:
 
 
 class OptimizerHooks:
-    """The hooks of one optimizer, with a record of which parameters and states are float32 now."""
+    """The hooks of one optimizer, which know which of its parameters and states are float32 now."""
 
     def __init__(self) -> None:
         self.sees_steps = False
         self._shown: list[Tensor] = []
         # The parameters that a one-pass step has updated, with their gradients.
-        # Their ``.grad`` is None during the optimizer's own step, which therefore does nothing.
+        # The parameters' ``.grad`` is None during the optimizer's own step, which therefore does nothing.
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         # The number of base-class steps that the current step has called through super().step().
         self._inner = 0
@@ -178,7 +178,7 @@ class OptimizerHooks:
             )
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Make the parameters float32 for a step. A closure still runs on the 16-bit parameters."""
+        """Make the parameters float32 for a step. A closure that the step calls runs on 16-bit parameters."""
         if (self._shown or self._is_widened) and _is_within_its_step(optimizer):
             self._inner += 1
             return None
@@ -217,7 +217,7 @@ class OptimizerHooks:
         return bool(stepped)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-        """Store the parameters in 16 bits, and restore hidden gradients."""
+        """Store the parameters in 16 bits, and restore the gradients that were hidden from the step."""
         while self._hidden:
             param, grad = self._hidden.pop()
             param.grad = grad
@@ -228,7 +228,7 @@ class OptimizerHooks:
     def after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Replace compressed states in a state dict by ordinary tensors.
 
-        If ``restore_weights`` was called before, these tensors are float32.
+        If ``restore_weights`` was called before, the tensors in the state dict are float32.
         """
         if not self._is_widened:
             self.compress(optimizer, loaded=True)
@@ -244,7 +244,7 @@ class OptimizerHooks:
             values = tree_leaves(state.get(number)) if isinstance(param, FrozenParameter) else []
             if any(isinstance(value, Tensor) and value.dim() > 0 for value in values):
                 # The frozen parameter has state, so it was trained before.
-                # A trainable parameter is stored in 16 bits, and can be float32 while its state is loaded.
+                # A parameter that becomes trainable is stored, so that its state can be loaded in float32.
                 param.requires_grad_().requires_grad_(False)
         self._shown = show_fp32(params)
         load_entry_of_0_2(params, state_dict)

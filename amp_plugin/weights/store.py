@@ -62,7 +62,7 @@ class WeightStore:
         return in_fp32(model)
 
     def fp32_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return a copy of a model's state dict, with its exact weights in float32."""
+        """Return a copy of a model's state dict, with the exact weights in float32."""
         return copy.deepcopy(model.state_dict())
 
 
@@ -79,7 +79,7 @@ def store_weights(
     The model computes with the 16-bit weights. While an optimizer steps or loads a state dict, its
     parameters, gradients and state are float32, so that small updates are not lost. Before a step, each
     16-bit weight and its remainder are joined into a float32 parameter. After the step, the parameter is
-    split again.
+    split into the 16-bit weight and the remainder again.
 
     The parameters stay the same objects. State dicts, copies and pickles are the same as for a float32 model.
     Call ``store_weights`` before the first step and before DistributedDataParallel. If an optimizer is
@@ -140,7 +140,7 @@ def store_weights(
     else:
         carry_into_shards()
         # Compile and load the native core now, because optimizer steps are slow without it.
-        # Compared with float32 weights, a step takes 1.5 times as long, or 9 times as long without the core.
+        # A step takes 1.5 times as long as a step with float32 weights, or 9 times as long without the core.
         native_core()
         _store(model, name, tuple(fp32_modules), seed)
     # Sharded 16-bit weights are not converted, but the optimizer that steps them warns.

@@ -47,10 +47,10 @@ class StoredWeight:
     # The name of the storage format, which is a key of FORMATS.
     name: str
     format: SplitBf16
-    # The remainder. If the parameter is moved to another device, the remainder is moved at its next use.
+    # The remainder. If the parameter is moved to another device, the next use moves the remainder too.
     kept: Tensor
     seed: int  # the seed of stochastic rounding
-    # A weak reference to the parameter, so that torch.utils.swap_tensors raises an error for it.
+    # A weak reference to the parameter, which makes torch.utils.swap_tensors raise an error.
     # Swapping tensors would remove the StoredWeight from the parameter.
     owner: ref[Tensor] | None
     steps: int = 0  # number of optimizer steps taken
@@ -102,8 +102,8 @@ def _set_grad(param: Tensor, given: Tensor | None) -> None:
 def _set_data(param: Tensor, given: Tensor) -> None:
     """Set the data of a stored parameter. Float32 data is stored exactly.
 
-    If the data is only the 16-bit weight cast to float32, as by ``model.float()``, it is not stored. The next
-    use of the parameter then raises an error, because the cast has lost the remainder.
+    Data that is only the 16-bit weight cast to float32, as by ``model.float()``, is not stored. The next use
+    of the parameter then raises an error, because the cast has lost the remainder.
     """
     if given.dtype is torch.float32 and given.shape == param.shape and given.device == param.device:
         present = _DATA.__get__(param).float()
@@ -381,8 +381,9 @@ def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
-    """Store the parameters that :func:`show_fp32` returned, unless another request for float32 is still open.
+    """Store parameters in 16 bits again, after :func:`show_fp32` has made them float32.
 
+    A parameter stays float32 until each call of :func:`show_fp32` has a matching call of :func:`hide_fp32`.
     ``steps`` is the number of optimizer steps that were taken since :func:`show_fp32`.
     """
     ended = {param: weight for param in stored_params(params) if (weight := _settled(param)).shows}
@@ -409,7 +410,7 @@ def fp32_shown(params: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _alike(stored: dict[Tensor, StoredWeight]) -> Iterator[tuple[list[Tensor], list[StoredWeight]]]:
-    """Yield groups of parameters that one op call can process, together with their records.
+    """Yield groups of parameters that one op call can process, together with their StoredWeights.
 
     All parameters of a group have the same format and device. For stochastic rounding, all parameters of a
     group also have the same seed and step.
