@@ -4,7 +4,7 @@
 
 Inference computes no gradients, so it needs no GradScaler. One autocast region surrounds the whole
 evaluation, so each weight is cast once and not once per batch. ``torch.inference_mode`` can be opened inside
-or outside of the region. Autocast runs softmax and the ops after it in fp32.
+or outside of the region. Autocast runs softmax and the ops after softmax in fp32.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ _SEARCHED: Final = 4  # the search tries roundings and op rules on this many bat
 class Gap:
     """A goal for ``tune`` that makes the log-probabilities of a trainer agree with those of a generator.
 
-    Pass it as ``tune(step, goal=Gap(rollout))``.
+    Pass a Gap to ``tune`` as in ``tune(step, goal=Gap(rollout))``.
 
     Args:
         rollout: The tokens and log-probabilities that the generator recorded, or the path of a rollout file.
@@ -254,7 +254,7 @@ def _search_generator(
     """Add, one by one, the roundings that bring the trainer closest to the recorded log-probabilities.
 
     Returns:
-        The trainer that emulates these roundings, and the causes that were found.
+        The trainer that emulates the added roundings, and the causes that were found.
     """
     causes: list[Cause] = []
     left = trainer.distances()

@@ -192,7 +192,7 @@ class _Row:
             ``"betas.0"`` is the first item of ``betas``.
         counters: The names of step counters in the optimizer's state that the rule updates.
         fixed: Maps each option that the rule does not support to the only value that it may have. A name with
-            a leading dot is an attribute of the optimizer. ``fixed`` is None for classes of torch, whose
+            a leading dot names an attribute of the optimizer. ``fixed`` is None for classes of torch, whose
             options are all known.
         ignored: Options that do not change the result of a step.
         schedule: A function that computes the options that a step changes, such as a step count, and other
@@ -394,7 +394,7 @@ def _is_on_device(number: Any) -> bool:
 def _lr_on_device(group: _Group) -> Tensor | None:
     """Return the learning rate if it is a tensor on a GPU, or None if it is on the CPU.
 
-    The op reads a learning rate that is on the GPU without a host sync.
+    If the learning rate is on the GPU, the op reads it there, without a host sync.
     """
     lr = group["lr"]
     return lr if _is_on_device(lr) else None

@@ -37,7 +37,7 @@ def set_local_(param: Any, local: Tensor) -> None:
 
 
 class StoredShard(DecodedTensor):
-    """The local shard of a stored parameter on one rank. Every op sees it as a float32 tensor.
+    """The local shard of a stored parameter on one rank. Every op sees the shard as a float32 tensor.
 
     Reads return the exact float32 values, and writes store them exactly. Views share the shard's memory, so
     torch can pad, split and move the shard.

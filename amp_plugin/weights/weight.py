@@ -12,8 +12,8 @@ A parameter can be in these states:
 
 Optimizers hold the parameter in their groups and states, and see float32 values whenever they use the
 parameter. Autograd and DDP see the 16-bit tensor. A StoredWeight, which holds the remainder, is an attribute
-of the parameter. Copies and pickles of a stored parameter are float32 parameters. A frozen 16-bit parameter
-is stored as soon as it becomes trainable.
+of the parameter. A copy or a pickle of a stored parameter contains an ordinary float32 parameter. A frozen
+16-bit parameter is stored as soon as it becomes trainable.
 """
 
 from __future__ import annotations
