@@ -33,7 +33,7 @@ from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.casting.rules_in_force import pop, push
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.formats.layers import LayerFormats, read_formats
-from amp_plugin.hardware import auto_precision, choose_precision, warn_of_slow_fp16
+from amp_plugin.hardware import auto_precision, choose_precision, default_device, warn_of_slow_fp16
 from amp_plugin.messages import OptionError, naming, only_warning, warn_user
 from amp_plugin.numerics.growth import WeightGrowth
 from amp_plugin.options import PluginOptions, PrecisionOptions, loss_scale_options
@@ -107,12 +107,8 @@ class Session:
         enabled: bool = True,
     ) -> None:
         self.options, self.precision, self.words, self.sources = options, precision, words, sources
-        # The device type for which "auto" chose the precision.
-        self._auto = ""
         if precision == "auto":
-            choice = auto_precision(self._asked_device)
-            self._auto = choice.device
-            self.compute_in(choice.precision, named="precision")
+            self.compute_in(auto_precision(self._asked_device).precision, named="precision")
         self.device = ""
         self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self.origins = GradientOrigins()
@@ -135,13 +131,12 @@ class Session:
         self._came_enabled = False
         # True if a module has float32 buffers or is one of fp32_modules.
         self._meets_fp32 = False
-        self._watch: RunReport | ModuleWatch | None = None
-        self._ends_watch: Any = None  # at the end of the process
+        # The finalizer that ends the run page or module watch, at the latest when the process ends.
+        self._ends_watch: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the state of the current run out of copies and pickles."""
-        own = {**vars(self), "at_end": ExitStack(), "_stepped": set(), "_seen": []}
-        own |= {"_watch": None, "_ends_watch": None}
+        own = {**vars(self), "at_end": ExitStack(), "_stepped": set(), "_seen": [], "_ends_watch": None}
         del own["models"]
         return own
 
@@ -264,12 +259,14 @@ class Session:
 
     def _refuse_other_choice(self, device: str) -> None:
         """Raise OptionError if "auto" would have chosen another precision for the model's device."""
-        if self._auto in {"", device} or choose_precision(device).precision == self.precision:
+        chose = isinstance(self.options, PluginOptions) and self.options.precision == "auto"
+        choice = choose_precision(device) if chose else None
+        if choice is None or choice.precision == self.precision:
             return
-        choice = choose_precision(device)
         msg = (
-            f"precision='auto' chose {self.precision!r} for this machine's {self._auto}, but the model runs "
-            f"on {device!r}, where it chooses {choice.precision!r}; give device={device!r} next to 'auto'"
+            f"precision='auto' chose {self.precision!r} for this machine's {default_device()}, but the model "
+            f"runs on {device!r}, where it chooses {choice.precision!r}; give device={device!r} next to "
+            "'auto'"
         )
         raise OptionError(option="device", value=None, allowed=repr(device), text=msg)
 
@@ -620,17 +617,25 @@ class Session:
         Raises:
             ImportError: the packages of the pip extra ``report`` are not installed.
         """
-        if self._watch is None:
-            self._watch = _opened_watch(self.scaler, models, path, self.options)
-            self._ends_watch = weakref.finalize(self, _end_watch, self._watch)
+        watch = self._watch
+        if watch is None:
+            watch = _opened_watch(self.scaler, models, path, self.options)
+            self._ends_watch = weakref.finalize(self, _end_watch, watch)
         else:
-            self._watch.follow(models)
-        return self._watch.path
+            watch.follow(models)
+        return watch.path
+
+    @property
+    def _watch(self) -> RunReport | ModuleWatch | None:
+        """The run page or module watch that has not ended, or None."""
+        running = None if self._ends_watch is None else self._ends_watch.peek()
+        return None if running is None else cast("RunReport | ModuleWatch", running[2][0])
 
     def end_watch(self, error: BaseException | None = None) -> None:
         """End the module watch, if one is running."""
-        watch, self._watch = self._watch, None
-        if watch is not None and self._ends_watch.detach() is not None:
+        watch = self._watch
+        if watch is not None:
+            self._ends_watch.detach()
             _end_watch(watch, error)
 
 

@@ -114,7 +114,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         refuse_misplaced(type(self).__name__, kwargs)
         given = bind(type(self).__name__, _SIGNATURE, self, *args, **kwargs)
         given.pop("self")
-        self._format = format_asked(given.get("mixed_precision"), os.environ)
+        asked_format = format_asked(given.get("mixed_precision"), os.environ)
         options, sources, enabled = take_options(given, os.environ)
         self._open_session(options, sources=sources, enabled=enabled)
         # The object that the public attribute ``scaler`` returns.
@@ -123,7 +123,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         is_other = refuse_other_engine(
             self.distributed_type, self.mixed_precision, self.ao_recipe_handler, sources
         )
-        below = self._format or self.session.options.formats
+        below = asked_format or self.session.options.formats
         if below and (is_other or self.distributed_type == DistributedType.DEEPSPEED):
             msg = (
                 f"{below!r}: {self.distributed_type.value} computes by itself, and its layers cannot be "
@@ -133,14 +133,17 @@ class AmpAccelerator(EntryPoint, Accelerator):
         if self.distributed_type == DistributedType.DEEPSPEED:
             deepspeed.translate(self.session, self.deepspeed_plugin.deepspeed_config)
         elif not is_other:
-            self._engage()
+            self._engage(asked_format or self.mixed_precision)
         self.register_load_state_pre_hook(self._load_scale)
         self.register_save_state_pre_hook(self._save_spikes)
 
-    def _engage(self) -> None:
-        """Replace Accelerate's scaler with an ``amp_plugin.GradScaler``, and apply this run's op rules."""
+    def _engage(self, asked: str) -> None:
+        """Replace Accelerate's scaler with an ``amp_plugin.GradScaler``, and apply this run's op rules.
+
+        ``asked`` is Accelerate's precision, or the format below 16 bits that the user asked for.
+        """
         session, device, precision = self.session, self.device.type, self.mixed_precision
-        asked, recipe = self._format or precision, self.ao_recipe_handler
+        recipe = self.ao_recipe_handler
         session.compute_in(
             "fp32" if asked == "no" else asked, named="mixed_precision", converts=recipe is None
         )

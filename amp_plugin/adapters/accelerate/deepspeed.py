@@ -184,12 +184,16 @@ class EngineScaler(GradScaler):
         super().__init__("cpu", enabled=False, **loss_scale_options(options))
         # The numbers of steps and skips.
         self._engine, self._seen = engine, (engine.global_steps, engine.skipped_steps)
-        self._torchs: Any = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
         if self._torchs is not None:
             warn_user(_SCALED_IN_ZERO)
         if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer" and engine.gradient_clipping() > 0:
             warn_user(_CLIPPED_IN_UNFUSED)
         self._scale_now = self.get_scale()
+
+    @property
+    def _torchs(self) -> Any:
+        """The scaler of torch that the engine's ZeRO optimizer uses under autocast, or None."""
+        return getattr(self._engine.optimizer, "torch_autocast_gradscaler", None)
 
     def get_scale(self, name: str | None = None) -> float:
         """Return the engine's loss scale, or 1.0 if the engine scales no loss."""

@@ -63,11 +63,14 @@ class PrecisionCore(EntryPoint):
         owner = type(self).__name__
         options = _checked_options(owner, given)
         self._open_session(options, str(options.precision))
-        session = self.session
-        self.precision: Any = STOCK_NAMES[session.precision]  # Lightning's own name, e.g. "16-mixed"
-        self._desired_input_dtype = session.training_dtype  # read by Lightning's throughput monitor
+        self.precision: Any = STOCK_NAMES[self.session.precision]  # Lightning's own name, e.g. "16-mixed"
         if given.get("scaler") is not None:
             self._replace_scaler(given["scaler"])
+
+    @property
+    def _desired_input_dtype(self) -> torch.dtype:
+        """The dtype of training, which Lightning's throughput monitor reads."""
+        return self.session.training_dtype
 
     @property
     def settings(self) -> PluginOptions:

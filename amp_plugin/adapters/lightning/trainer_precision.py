@@ -77,7 +77,6 @@ class TrainerPrecision(PrecisionCore):
 
     checkpoint_key: str = "MixedPrecision"
     """The key in checkpoints under which the loss scale is saved."""
-    _after_closure: Callable[[Any, Optimizer], None]
     # As with Lightning's own plugin, a whole training_step is one autocast region.
     shares_casts = False
 
@@ -303,7 +302,7 @@ class TrainerPrecision(PrecisionCore):
             by_value = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"
             if is_seen or by_value or self.settings.on_nonfinite == "ignore":
                 scaler.core.measure(optimizer)  # before they are clipped
-        self._after_closure(model, optimizer)
+        self._after_closure(model, optimizer)  # type: ignore[attr-defined] # Lightning's
         return result
 
     # -- clipping --------------------------
