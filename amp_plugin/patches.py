@@ -68,7 +68,10 @@ def standing_in(
 
 @functools.cache
 def class_between(ours: type, kind: type) -> type:
-    """Return a subclass of ``kind`` in which methods of ``ours`` override those of the library's class."""
+    """Return a subclass of ``kind`` in which methods of ``ours`` override those of the library's class.
+
+    The attribute ``_stands_for`` of the subclass is ``kind``.
+    """
     if kind in ours.__mro__:
         return ours
 
@@ -76,7 +79,8 @@ def class_between(ours: type, kind: type) -> type:
         has_own = hasattr(self, "__getstate__")  # always True from Python 3.11 on
         return _made, (ours, kind), self.__getstate__() if has_own else vars(self)
 
-    return type(kind.__name__, (kind, ours), {"__module__": kind.__module__, "__reduce__": __reduce__})
+    own = {"__module__": kind.__module__, "__reduce__": __reduce__, "_stands_for": kind}
+    return type(kind.__name__, (kind, ours), own)
 
 
 def _made(ours: type, kind: type) -> Any:

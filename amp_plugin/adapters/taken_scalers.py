@@ -16,7 +16,6 @@ from __future__ import annotations
 import copyreg
 import functools
 import importlib
-import weakref
 from abc import ABCMeta
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +48,8 @@ _TORCHS_NAMES: Final = {
     *(*_OPTIONS, "_device", "_enabled", "_init_growth_tracker"),
     *("_scale", "_growth_tracker", "_per_optimizer_states"),
 }
+_Start = Callable[[Any, Sequence[Any], dict[str, Any]], None]
+"""A function that initializes a scaler with the arguments of a torch scaler."""
 
 
 def overrides_private(kind: type) -> bool:
@@ -84,37 +85,6 @@ class _StandsIn(ABCMeta):
         return super().__subclasscheck__(subclass) if kind is None else issubclass(subclass, kind)
 
 
-class _Takes:
-    """Handles each scaler that the program makes or loads, and remembers which ones were replaced."""
-
-    def __init__(
-        self,
-        arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]],
-        made: Callable[[Any], object],
-    ) -> None:
-        self.arguments, self._made = arguments, made
-        self._taken: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def note(self, scaler: Any) -> None:
-        """Remember an amp_plugin scaler that has replaced a torch scaler."""
-        self._taken.add(scaler)
-        self._made(scaler)
-
-    def is_taken(self, scaler: Any) -> bool:
-        """Return whether a scaler was taken over."""
-        return scaler in self._taken
-
-    def load(self, scaler: Any, state: Mapping[str, Any]) -> None:
-        """Initialize an empty ``amp_plugin.GradScaler`` from the state of a pickled torch scaler."""
-        options = {option: state[name] for name, option in _OPTIONS.items() if name in state}
-        options |= {"device": state["_device"], "enabled": state["_enabled"]}
-        GradScaler.__init__(scaler, **self.arguments((), options))
-        if scaler.is_enabled():
-            scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": state["_init_growth_tracker"]})
-        vars(scaler).update({name: value for name, value in state.items() if name not in _TORCHS_NAMES})
-        self.note(scaler)
-
-
 @contextmanager
 def scalers_taken(
     may_take: Callable[[type], bool],
@@ -126,8 +96,11 @@ def scalers_taken(
     ``may_take`` returns whether scalers of a class may be replaced. ``arguments`` returns the arguments for
     the new scaler. ``made`` is called with each new scaler.
     """
-    takes = _Takes(arguments, made)
     set_state, reduce = _TORCHS.__setstate__, GradScaler.__reduce_ex__
+
+    def start(scaler: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        GradScaler.__init__(scaler, *args, **arguments(args, kwargs))
+        made(scaler)
 
     @functools.wraps(set_state)
     def restore(scaler: Any, state: Mapping[str, Any]) -> None:
@@ -136,27 +109,25 @@ def scalers_taken(
             set_state(scaler, state)
             return
         scaler.__class__ = class_between(GradScaler, kind)
-        takes.load(scaler, state)
+        _load(scaler, state, start)
 
     def reduce_as_torchs(scaler: Any, protocol: Any) -> Any:
-        if not takes.is_taken(scaler):
+        kind = type(scaler)
+        if not isinstance(kind, _StandsIn):
+            kind = vars(kind).get("_stands_for")
+        if kind is None:  # the scaler has not replaced one of torch
             return reduce(scaler, protocol)
         GradScaler.__getstate__(scaler)  # raises in the middle of an iteration
-        kind = type(scaler)
-        if kind is GradScaler:
-            kind = _TORCHS
-        elif not isinstance(kind, _StandsIn):
-            kind = kind.__bases__[0]
         made_empty = copyreg._reconstructor, (kind, object, None)  # type: ignore[attr-defined]
         return *made_empty, _state_of_torchs(scaler)
 
     with ExitStack() as undo:
         undo.enter_context(
-            standing_in(GradScaler, _TORCHS, may_take=may_take, arguments=arguments, made=takes.note)
+            standing_in(GradScaler, _TORCHS, may_take=may_take, arguments=arguments, made=made)
         )
         undo.enter_context(replaced(_TORCHS, "__setstate__", restore))
         undo.enter_context(replaced(GradScaler, "__reduce_ex__", reduce_as_torchs))
-        stand_in = _stand_in(takes)
+        stand_in = _stand_in(start)
         for first, *others in _MODULES:
             theirs = importlib.import_module(first).GradScaler
             ours = stand_in if theirs is _TORCHS else _made(theirs, (theirs, stand_in), {})
@@ -165,7 +136,16 @@ def scalers_taken(
         yield
 
 
-def _stand_in(takes: _Takes) -> type:
+def _load(scaler: Any, state: Mapping[str, Any], start: _Start) -> None:
+    """Initialize an empty ``amp_plugin.GradScaler`` from the state of a pickled torch scaler."""
+    options = {option: state[name] for name, option in _OPTIONS.items() if name in state}
+    start(scaler, (), {**options, "device": state["_device"], "enabled": state["_enabled"]})
+    if scaler.is_enabled():
+        scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": state["_init_growth_tracker"]})
+    vars(scaler).update({name: value for name, value in state.items() if name not in _TORCHS_NAMES})
+
+
+def _stand_in(start: _Start) -> type:
     """Return the stand-in class, which is named ``torch.amp.GradScaler`` during the run."""
 
     @functools.wraps(_TORCHS.__init__)
@@ -174,14 +154,13 @@ def _stand_in(takes: _Takes) -> type:
         if not isinstance(scaler, GradScaler):
             _TORCHS.__init__(scaler, *args, **kwargs)
             return
-        GradScaler.__init__(scaler, *args, **takes.arguments(args, kwargs))
-        takes.note(scaler)
+        start(scaler, args, kwargs)
 
     def set_state(scaler: Any, state: dict[str, Any]) -> None:
         if not isinstance(scaler, GradScaler):
             _TORCHS.__setstate__(scaler, state)
         elif "_enabled" in state:  # torch's attribute
-            takes.load(scaler, state)
+            _load(scaler, state, start)
         else:
             GradScaler.__setstate__(scaler, state)
 

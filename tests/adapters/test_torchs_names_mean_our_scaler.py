@@ -12,6 +12,12 @@ import amp_plugin
 from amp_plugin.adapters.takeover import Takeover
 
 STOCK = torch.amp.GradScaler
+
+
+class Early(torch.amp.GradScaler):
+    """A class that a program defines before torch's names are replaced."""
+
+
 KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 
 
@@ -172,6 +178,21 @@ def test_pickles_name_torchs_class_and_load_as_ours():
     assert isinstance(loaded, amp_plugin.GradScaler)
     assert (loaded.get_scale(), loaded.note) == (4.0, "the program's")
     assert type(copy.copy(scaler)) is type(copy.deepcopy(scaler)) is torch.amp.GradScaler
+
+
+def test_a_copy_is_pickled_as_its_original():
+    for kind in (torch.amp.GradScaler, Early):
+        stored = pickle.dumps(copy.deepcopy(kind("cpu", init_scale=4.0)))
+        assert b"amp_plugin" not in stored
+        loaded = pickle.loads(stored)
+        assert isinstance(loaded, amp_plugin.GradScaler)
+        assert (type(loaded).__name__, loaded.get_scale()) == (kind.__name__, 4.0)
+
+
+def test_a_scaler_that_is_made_by_an_early_import_is_pickled():
+    loaded = pickle.loads(pickle.dumps(STOCK("cpu", init_scale=4.0)))
+    assert type(loaded) is amp_plugin.GradScaler
+    assert loaded.get_scale() == 4.0
 
 
 @pytest.mark.parametrize("waiting", [torch.float32, torch.float64])
