@@ -115,10 +115,11 @@ class GradientOrigins:
 
     @contextmanager
     def watching(self, models: Sequence[nn.Module], scaler: GradScaler, words: Words) -> Iterator[None]:
-        """Record gradients from the block as scaled, and watch parameters that no registered optimizer steps.
+        """Watch the parameters that belong to no optimizer registered with the scaler.
 
-        An error is raised if an optimizer that is not registered with the scaler steps one of the watched
-        parameters. Most programs have no such optimizer.
+        Gradients of these parameters are recorded as scaled if they are computed inside the block. If an
+        unregistered optimizer is about to step with a scaled gradient, an error is raised. Most programs
+        register all optimizers.
         """
         optimizers = scaler.core.optimizers
         if self._looked_at != (len(models), len(optimizers)):
@@ -148,7 +149,7 @@ class GradientOrigins:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Record gradients that are computed inside the block as gradients of a scaled loss."""
+        """Record that the gradients computed inside the block are multiplied by the loss scale."""
         before, self._reached = self._reached, []
         try:
             yield

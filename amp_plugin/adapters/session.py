@@ -86,7 +86,7 @@ class Session:
         sources: as given.
         device: the device type, such as ``"cuda"``. It is empty until the run begins.
         models: the models that were passed to :meth:`set_up_weights`, in order.
-        growth: measures how much the weights have grown, for the error about too many skipped steps.
+        growth: measures how much the weights have grown. The error about too many skipped steps mentions it.
         origins: records which gradients came from scaled backward passes.
         at_end: an exit stack with the changes that :meth:`end` undoes.
         measures_norms: True if gradient norms are measured even without clipping.
@@ -120,7 +120,7 @@ class Session:
         self._seen: list[weakref.ref[StepResult]] = []
         # The ids of the optimizers that have stepped in the current iteration.
         self._stepped: set[int] = set()
-        # The growth of the weights, for the error about too many skipped steps.
+        # Measures the growth of the weights, which the error about too many skipped steps mentions.
         self.growth = WeightGrowth()
         self._enabled = enabled
         self.formats = LayerFormats()
@@ -320,10 +320,10 @@ class Session:
         return self.are_all_stored and not self._meets_fp32
 
     def set_up_weights(self, model: nn.Module, fp32_modules: Sequence[str] = ()) -> bool:
-        """Store a model's weights as the option ``weights`` specifies, before the model is wrapped or moved.
+        """Convert a model's weights to the storage format that the option ``weights`` specifies.
 
-        At the end of a run the weights become float32, and ``set_up_weights`` may be called again for the
-        next run.
+        This method is called before the model is wrapped or moved. At the end of a run the weights become
+        float32, and ``set_up_weights`` may be called again for the next run.
 
         Returns:
             True if the model's weights were in 16 bits before they were set up. A checkpoint that was loaded
@@ -416,7 +416,7 @@ class Session:
 
     @property
     def shown_scaler(self) -> Any:
-        """The scaler that the entry point shows to the program, or None if no loss is scaled.
+        """The scaler that is exposed to the program as ``plugin.scaler``, or None if no loss is scaled.
 
         A program may switch the scaler off for some batches with ``scaler._enabled = False``. A scaler that
         is switched off remains visible, so that the program can switch it on again.
@@ -497,7 +497,7 @@ class Session:
         return autocast(self.device, enabled=False)
 
     def watching(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Watch backward passes for gradients of parameters that no registered optimizer steps."""
+        """During backward passes, watch the parameters that belong to no registered optimizer."""
         return self.origins.watching(list(models), self.scaler, self.words)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -533,7 +533,7 @@ class Session:
             self.is_aside = before
 
     def count_step(self) -> None:
-        """Count an optimizer step that the entry point has taken or skipped."""
+        """Count an optimizer step. Skipped steps are counted too."""
         self.attempted_steps += 1
 
     def measure_norms(self, *, wanted: bool) -> None:

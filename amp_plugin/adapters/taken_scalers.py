@@ -3,12 +3,12 @@
 During the run, ``torch.amp.GradScaler`` and its aliases refer to a subclass of ``amp_plugin.GradScaler`` with
 torch's class name and signature. Therefore ``type(scaler) is torch.amp.GradScaler`` holds, and subclasses in
 the program derive from amp_plugin's scaler. If the program assigns a method to ``torch.amp.GradScaler``, the
-replaced scalers call that method. If the program subclassed torch's own class before the takeover, instances
-of the subclass are replaced when they are created.
+scalers that replace torch's call that method. If the program subclassed torch's own class before the
+replacement began, instances of the subclass are replaced when they are created.
 
-A replaced scaler is pickled as an instance of torch's class with torch's state. Therefore a file written
-under ``amp-plugin run`` can be loaded without amp_plugin. If the file is loaded under ``amp-plugin run``, the
-scaler becomes an ``amp_plugin.GradScaler`` again.
+A scaler that replaces torch's is pickled as an instance of torch's class with torch's state. Therefore a file
+written under ``amp-plugin run`` can be loaded without amp_plugin. If the file is loaded under
+``amp-plugin run``, the scaler becomes an ``amp_plugin.GradScaler`` again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def overrides_private(kind: type) -> bool:
 
 
 class _StandsIn(ABCMeta):
-    """The metaclass of the stand-in classes, which have the names of torch's scalers during the run.
+    """The metaclass of the stand-in classes, which replace torch's scaler classes during the run.
 
     For a stand-in class, ``isinstance`` and ``issubclass`` return the same as for torch's class. The
     metaclass derives from ABCMeta, so that a program's subclass may also be abstract.
@@ -67,7 +67,8 @@ class _StandsIn(ABCMeta):
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
         """Create a subclass.
 
-        A subclass that overrides private methods of torch's scaler derives from torch's class instead.
+        If the subclass overrides private methods of torch's scaler, its base is torch's own class and not the
+        stand-in class.
         """
         mixins = (kind for base in bases for kind in base.__mro__ if not issubclass(kind, _TORCHS))
         if any(_PRIVATE & names.keys() for names in (namespace, *map(vars, mixins))):
@@ -146,7 +147,7 @@ def _load(scaler: Any, state: Mapping[str, Any], start: _Start) -> None:
 
 
 def _stand_in(start: _Start) -> type:
-    """Return the stand-in class, which is named ``torch.amp.GradScaler`` during the run."""
+    """Return the class that replaces ``torch.amp.GradScaler`` during the run."""
 
     @functools.wraps(_TORCHS.__init__)
     def init(scaler: Any, *args: Any, **kwargs: Any) -> None:

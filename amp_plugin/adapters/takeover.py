@@ -85,7 +85,7 @@ class Takeover:
         self._begun, self._undo = ExitStack(), ExitStack()
 
     def begin(self) -> None:
-        """Start the takeover when torch is imported, and keep it until the process ends."""
+        """When torch is imported, make the program use amp_plugin until the process ends."""
         _BOUND.append(self)
         self._set_variables(self._begun)
         util.register_after_fork(self, Takeover._forked)
@@ -436,12 +436,13 @@ def end_runs() -> None:
 
 
 def bind_environment() -> None:
-    """Apply the op rules and the takeover that environment variables request.
+    """Read ``AMP_PLUGIN_RULES`` and ``AMP_PLUGIN_TAKEOVER``, and apply them to this process.
 
     ``import torch`` calls this function.
 
-    ``AMP_PLUGIN_RULES`` names a file of op rules. ``amp-plugin run`` sets ``AMP_PLUGIN_TAKEOVER`` for the
-    child processes of its program.
+    ``AMP_PLUGIN_RULES`` names a file of op rules. ``AMP_PLUGIN_TAKEOVER`` makes the program use amp_plugin
+    instead of torch.amp. ``amp-plugin run`` sets ``AMP_PLUGIN_TAKEOVER`` for the child processes of its
+    program.
 
     Raises:
         OptionError: ``AMP_PLUGIN_RULES`` or ``AMP_PLUGIN_TAKEOVER`` has an invalid value. The error names the

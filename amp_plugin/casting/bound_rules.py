@@ -45,8 +45,8 @@ def bound_autocast(
     """Make ``torch.autocast`` follow ``rules``, and use ``dtype`` in blocks without a dtype.
 
     The context yields a Counter of enabled blocks by device type and dtype. ``on_first`` is called for the
-    first block with each pair of device type and dtype. ``name`` is the name of the rules file. If no block
-    or region has read the rules by the end, the main process prints a warning.
+    first block with each pair of device type and dtype. ``name`` is the name of the rules file. If no
+    autocast block or region has read the rules when the context ends, the main process prints a warning.
     """
     import torch  # noqa: PLC0415 - torch may be loading this module
 
@@ -128,7 +128,7 @@ def ours_by_default() -> AbstractContextManager[Pushed]:
 
 @cache
 def bind_environment() -> None:
-    """Apply the rules of the file that ``AMP_PLUGIN_RULES`` names to the whole process.
+    """Apply the rules file named by ``AMP_PLUGIN_RULES`` to the whole process.
 
     Raises:
         OptionError: the variable does not name a valid rules file.

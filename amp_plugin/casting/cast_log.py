@@ -215,7 +215,7 @@ class CastLog:
                 self._paths.append(f"{type(root).__name__}.{name}".rstrip("."))
 
     def _collect(self) -> None:
-        """Move recorded casts from the native log to this log while the tensors of these casts are alive."""
+        """Move recorded casts from the native log to this log, before the tensors of the casts are freed."""
         self._collected.extend(map(self._cast, KERNELS.native.take_cast_log()))
 
     def _cast(self, logged: tuple[Any, ...]) -> Cast:

@@ -27,7 +27,7 @@ from amp_plugin.kernels.build import require_native
 
 # The autocast dtypes of two unused device types store the number of the active rule set, digit by digit.
 # ZEROS are the dtypes that stand for 0.
-# The autocast dtype of an unused device type marks that the autocast blocks of _blocks() are open.
+# _blocks() sets the autocast dtype of a third unused device type to signal that its blocks are open.
 DIGITS = ("maia", "mtia")
 ZEROS = (torch.bfloat16, torch.float16)
 _GATE, _OPEN = "ipu", torch.bfloat16
@@ -70,8 +70,8 @@ def content_of(rules: OpRules | None) -> str:
 def _blocks(
     device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, content: str
 ) -> Iterator[None]:
-    # The dtypes that encode the rule set's number are not set under Dynamo, which would record them.
-    # A number that is recorded in a graph may stand for another rule set in another process.
+    # Dynamo would record the autocast dtypes that identify the rule set, so they are not set under Dynamo.
+    # The same recorded dtypes may identify another rule set in another process.
     low, high = (None, None) if is_dynamo_compiling() else ZEROS
     with (
         torchs_autocast(_GATE, _OPEN, False),
@@ -117,7 +117,7 @@ def teach_dynamo(kind: type[torch.autocast]) -> None:
     first.
 
     Raises:
-        RestartAnalysis: raised on every call, so that Dynamo traces the frame again.
+        RestartAnalysis: every call raises this exception, so that Dynamo traces the frame again.
     """
     from torch._dynamo.exc import RestartAnalysis  # noqa: PLC0415 - Dynamo runs
     from torch._dynamo.guards import GuardBuilder  # noqa: PLC0415

@@ -16,7 +16,7 @@ from amp_plugin.casting.region import autocast, is_autocast_available
 from amp_plugin.casting.run_in import cast_tensors
 
 _CARRIER = "_amp_plugin_setup_context"
-# Holds the autocast state that forward passes on to setup_context.
+# Holds the autocast state that ``forward`` hands over to ``setup_context``.
 _forward_state = threading.local()
 
 
@@ -134,7 +134,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
 
 def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
-    """Cast the tensors of a device type in a nested value. Iterators are cast lazily."""
+    """Cast tensors on ``device_type``, also inside nested containers. Iterators are cast lazily."""
     if isinstance(value, Mapping):  # pytree knows few kinds of mappings
         return {name: _cast(item, dtype, device_type) for name, item in value.items()}
     if isinstance(value, Iterator):

@@ -70,7 +70,7 @@ class AutocastKernels:
         # Maps the number of a rule set to its fingerprint, which is a key of torch's compile caches.
         self._tagged: dict[int, str] = {}
         self._step_hook: RemovableHandle | None = None
-        # Maps a device type and number to all ops that have ever had a rule in a rule set with that number.
+        # Maps (device type, number of a rule set) to all ops that have ever had a rule in that rule set.
         self._named: dict[tuple[str, int], set[str]] = defaultdict(set)
 
     def install(self) -> NativeCore:
@@ -104,7 +104,7 @@ class AutocastKernels:
         return None if number == DEFAULT else list(self._numbers)[number - 1]
 
     def assigned_number(self, rules: OpRules) -> int:
-        """Return the number of a rule set that differs from the default rules."""
+        """Return the number that identifies a rule set other than the default rules."""
         with self._lock, outside_tracers():
             if rules in self._numbers:
                 return self._numbers[rules]
@@ -195,7 +195,7 @@ def _is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
 
 
 def number_of(rules: OpRules, device_type: str) -> int:
-    """Return the number of a rule set for regions on a device type. New rule sets are installed first."""
+    """Return the number that identifies a rule set on a device type. New rule sets are installed first."""
     check_rules(rules, device_type)
     KERNELS.install()
     if rules == OpRules.default(device_type):

@@ -38,7 +38,7 @@ new_object = object.__new__
 
 _OPEN = threading.local()
 # ``_OPEN.regions`` lists the open regions of this thread, innermost last.
-# Each item of the list is a region on amp_plugin's kernels, or a pair of a region and a torch.autocast block.
+# If a region uses torch.autocast instead of amp_plugin's kernels, its item is a pair (region, block).
 
 
 def _entries() -> list[Any]:
@@ -55,7 +55,7 @@ def open_regions() -> list[autocast]:
 
 
 def _leave(region: autocast) -> None:
-    """Close a region that runs as a ``torch.autocast`` block, or that contains other open regions."""
+    """Close a region that uses a ``torch.autocast`` block, or that contains other open regions."""
     entries = _entries()
     place = max((place for place, open_ in enumerate(open_regions()) if open_ is region), default=None)
     if place is None:
@@ -69,7 +69,7 @@ def _leave(region: autocast) -> None:
 
 
 def enter_block(region: autocast) -> None:
-    """Open a region in this thread as a ``torch.autocast`` block."""
+    """Open a region in this thread with a ``torch.autocast`` block instead of amp_plugin's kernels."""
     device, dtype, enabled, cache_enabled, rules = region.made_with()
     block: Any = torchs_autocast(device, dtype, enabled, cache_enabled=False)
     if rules is not None or (are_rules_in_force() and KERNELS.native is not None):
@@ -206,7 +206,10 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         raise AttributeError(msg)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the op rules themselves, because the number of a rule set differs by process."""
+        """Copy and pickle the op rules themselves.
+
+        The number that identifies a rule set is valid only within one process.
+        """
         attributes = dict(vars(self))
         attributes.pop("_opening")
         attributes.pop("_found", None)
@@ -269,7 +272,10 @@ def _remade(cls: type[autocast], *arguments: Any, rules: OpRules | None) -> auto
 
 
 def _hides_flag(device_type: str) -> bool:
-    """Return whether casts are cached with torch's cache flag off, as make_graphed_callables requires."""
+    """Return whether a new region should cache casts although torch's cache flag is off.
+
+    ``torch.cuda.make_graphed_callables`` requires that this flag is off.
+    """
     regions = open_regions()
     if not regions:
         return device_type != "cpu"
@@ -289,7 +295,11 @@ def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], arg
 
 
 def _completed(opening: Opening, dtype: torch.dtype | None, rules: OpRules | None) -> Opening:
-    """Return a copy of an Opening with the rules, if given, and with torch's dtype if ``dtype`` is None."""
+    """Return a copy of an Opening with the given dtype and rules.
+
+    If ``dtype`` is None, the copy has torch's current autocast dtype for the device type. If ``rules`` is
+    None, the copy keeps the rules of the Opening.
+    """
     number, _, enabled, cache_enabled, rules_number, device_type = opening
     return (
         number,
@@ -303,7 +313,10 @@ def _completed(opening: Opening, dtype: torch.dtype | None, rules: OpRules | Non
 
 @untraced
 def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[Opening, Opening]:
-    """Check a region's arguments with torch's own constructor, and return two tuples that open the region."""
+    """Check a region's arguments with torch's own constructor, and return two argument tuples.
+
+    The autocast kernels open the region with one of the tuples. Only the second tuple enables the cast cache.
+    """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         name = known_precision(dtype)
         near = str(DTYPES[name]) if name in {"bf16", "fp16"} else "torch.float16 or torch.bfloat16"

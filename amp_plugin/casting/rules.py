@@ -195,8 +195,8 @@ class OpRules:
     def named(policy: str, device_type: str) -> OpRules:
         """Return the autocast rules of a given torch release, whichever release is installed.
 
-        Torch's op lists change between releases. For example, ``rms_norm`` on CUDA runs in fp32 since torch
-        2.12. The rules of a named policy never change. Ops that the installed torch lacks are left out.
+        Torch's op lists change between releases. For example, ``rms_norm`` on CUDA has run in fp32 since
+        torch 2.12. The rules of a named policy never change. Ops that the installed torch lacks are left out.
 
         Args:
             policy: ``"torch-2.11"`` to ``"torch-2.15"``.

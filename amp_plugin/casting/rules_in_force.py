@@ -73,13 +73,13 @@ def _show() -> None:
 
 
 def number_on(device_type: str) -> int:
-    """Return the number of the topmost rules for a device type, or ``NO_RULES`` if there are none."""
+    """Return the number that identifies the topmost rule set for a device type, or ``NO_RULES``."""
     found = [pushed.numbers[device_type] for pushed in _stack if device_type in pushed.numbers]
     return found[-1] if found else NO_RULES
 
 
 def number_for_region(device_type: str) -> int:
-    """Return the number of the rule set for a region that has no rules of its own.
+    """Return the number that identifies the rule set of a region without rules of its own.
 
     The first call also pushes the rules of ``AMP_PLUGIN_RULES``, which then apply to ``torch.autocast``
     blocks too.
@@ -115,7 +115,8 @@ def set_default_rules(rules: OpRules | None) -> None:
     Regions with ``rules=``, and regions that were made before this call, keep their rules. The new rules also
     apply to recomputation by activation checkpointing, to DataParallel's threads, and to ``torch.autocast``
     blocks inside models. If other threads use ``torch.compile``, call this function before they compile.
-    Compiled code checks for rules other than torch's only in the thread that called this function.
+    Compiled code checks whether the rules differ from torch's, but only in the thread that called this
+    function.
 
     Args:
         rules: the new rules, which apply to the device type for which they were made. ``None`` removes the

@@ -73,7 +73,7 @@ def _changes_of(kind: Any) -> tuple[Any, list[ClassChange]]:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
-    """Pickle the object as its original class does, and save the changes to the class."""
+    """Pickle a module as its original class does, and also pickle the changes made to its class."""
     kind = type(self)
     original, changes = _changes_of(kind)
     build, arguments, *rest = original.__reduce_ex__(self, protocol)
@@ -98,7 +98,7 @@ Target = TypeVar("Target")
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-# The device types with autocast, except the unused ones whose autocast dtype encodes the op rules.
+# The device types with autocast, without the unused types in which ``compiled.py`` stores op rules.
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla")
 
 
@@ -154,7 +154,8 @@ class RunIn:
         """Make a module or function run in the chosen dtype.
 
         Args:
-            target: a module instance, a function, or a module class at its definition.
+            target: a module instance or a function. A module class is allowed only if ``run_in`` decorates
+                the class definition.
 
         Raises:
             TypeError: ``target`` is anything else, such as an existing class, a bound method, a generator or
@@ -189,7 +190,10 @@ class RunIn:
 
 
 def _is_bound(kind: type) -> bool:
-    """Return whether a class is bound to its name yet, which it is not while it is being decorated."""
+    """Return whether the name of a class already refers to the class.
+
+    While a decorator of the class runs, the name does not refer to the class yet.
+    """
     found: Any = sys.modules.get(kind.__module__)
     for part in kind.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -198,7 +202,7 @@ def _is_bound(kind: type) -> bool:
 
 def _apply_to_instance(module: nn.Module, settings: RunIn) -> nn.Module:
     compiled = vars(module).get("_modules", {}).get("_orig_mod")
-    # Only the class of the module inside a torch.compile wrapper changes, which makes the module recompile.
+    # A torch.compile wrapper keeps its class. The new class of the inner module makes it recompile.
     if compiled is not None:
         _apply_to_instance(compiled, settings)
         return module

@@ -64,8 +64,8 @@ class Found:
         line, column, end_line, end_column: the place in the file, counted from 1. In a notebook, lines are
             counted from the beginning of the cell.
         cell: the number of the notebook's code cell, counted from 1. It is 0 for a Python file.
-        detail: a string that replaces the rule's description, or "". If the string contains a semicolon, it
-            also replaces the rule's advice.
+        detail: a string that replaces the rule's description, or "". The text after a semicolon in this
+            string replaces the rule's advice.
         source_line: the stripped text of the first line of the mistake.
         edits: the edits that fix the mistake.
     """
@@ -159,7 +159,7 @@ def check(paths: Sequence[Path], settings: Settings, *, fix: bool = False, diff:
 
 
 def check_source(source: Source, settings: Settings) -> list[Found]:
-    """Return the mistakes in one source, sorted by line."""
+    """Return the mistakes in one Python file or notebook, sorted by cell and line."""
     module = Module.read(source.text) if any(word in source.text for word in _WORDS) else None
     if module is None:
         compile(source.text, str(source.path), "exec", flags=ast.PyCF_ONLY_AST, dont_inherit=True)

@@ -112,7 +112,10 @@ def _saved(module: Module, event: Event) -> Iterator[tuple[ast.AST, ast.AST, Sco
 
 
 def _states(module: Module, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, ast.AST, Scope]]:
-    """Yield each object whose state an expression contains, directly or as an item assigned to a variable."""
+    """Yield each object whose ``state_dict()`` appears in an expression, with that expression and its scope.
+
+    If the expression is a variable, its items count too, as in ``checkpoint["model"] = model.state_dict()``.
+    """
     bound = module.names.bound
     for value, where in module.names.values(node, scope):
         for owner in _owners(value):

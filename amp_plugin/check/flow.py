@@ -1,8 +1,8 @@
 """Lists the calls of each function that concern losses, gradients and scalers, in source order.
 
 A call such as ``scaler.step(optimizer)`` is an event of the function that contains it. Each event also holds
-the conditions, loops and autocast regions around the call. Two events can run in the same iteration if the
-conditions of one event include the conditions of the other.
+the conditions, loops and autocast regions around the call. Two calls in a loop can run in the same iteration
+if the conditions around one call include the conditions around the other.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class Context:
         return replace(self, conditions=(*self.conditions, *facts(test, holds=holds)))
 
     def around(self, inner: Context) -> Context:
-        """Return the context of a statement in a function that is called in this context.
+        """Return the full context of a statement in a function.
+
+        ``self`` is the context of the call to that function.
 
         Args:
             inner: The context of the statement within its own function.
@@ -115,8 +117,8 @@ class Event:
         who: the scaler, accelerator or scheduler whose method is called. If an optimizer steps without a
             scaler, ``who`` is the optimizer.
         optimizer: the optimizer that is passed to the scaler's method.
-        touches: if the effect of the call is unknown, the variables that are passed to it. If a method calls
-            another method on ``self`` that may use a scaler, ``self`` is included.
+        touches: the variables that are passed to the call, if the effect of the call is unknown. For a
+            method call on ``self``, ``touches`` includes ``self`` if the method may use a scaler.
         position: the index of the event in its function.
     """
 
@@ -437,7 +439,7 @@ def _when(call: ast.Call, dotted: str) -> tuple[tuple[str, bool], ...]:
 
 
 def flows_of(tree: ast.Module, names: Names) -> list[Flow]:
-    """Return a Flow for each function of a module, after one for the statements outside of all functions."""
+    """Return a Flow for the module-level statements, followed by a Flow for each function."""
     walker = _Walker(names)
     walker.function(tree, tree.body)
     return walker.flows

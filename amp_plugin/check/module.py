@@ -1,4 +1,4 @@
-"""A parsed Python module with its syntax tree, its names, and the events of its functions."""
+"""A parsed Python module with its syntax tree, its names, and the calls that concern losses and scalers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Module:
         return cls(tree, text, names, flows_of(tree, names))
 
     def events(self) -> Iterator[Event]:
-        """Yield the events of all functions of the module."""
+        """Yield the calls in the module that may concern a loss, a gradient or a scaler."""
         for flow in self.flows:
             yield from flow.events
 

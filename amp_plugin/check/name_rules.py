@@ -16,7 +16,7 @@ _ALTERNATIVES: Final = re.compile(r"version|hasattr|torch_|available", re.IGNORE
 
 
 def deprecated_names(module: Module) -> Iterator[Hit]:
-    """AMP013: Find names of torch.cuda.amp and torch.cpu.amp, with edits that replace them with torch.amp."""
+    """AMP013: Find uses of torch.cuda.amp and torch.cpu.amp, and edits that replace them with torch.amp."""
     parents = module.parents
     lines = module.text.split("\n")
     imported: set[str] = set()
@@ -126,7 +126,10 @@ def _moved(
 def _edits_of_use(
     node: ast.AST, name: str, device: str, parents: dict[ast.AST, ast.AST], lines: list[str]
 ) -> list[Edit] | None:
-    """Return the edits that add the device to a use of a name, or None if the use cannot be edited."""
+    """Return the edits that add a device argument where a deprecated name is used.
+
+    Return None if the code cannot be edited automatically.
+    """
     parent = parents.get(node)
     end_line, end = getattr(node, "end_lineno", 0), getattr(node, "end_col_offset", 0)
     word = f'device_type="{device}"' if name.startswith("custom_") else f'"{device}"'

@@ -141,7 +141,7 @@ def scaler_with_bf16(module: Module) -> Iterator[Hit]:
 
 
 def _is_on_with_regions(module: Module, enabled: ast.expr | None) -> bool:
-    """Return True if a scaler is always enabled, or under the same condition as all autocast regions."""
+    """Return True if a scaler is enabled whenever an autocast region is enabled."""
     if enabled is None or (isinstance(enabled, ast.Constant) and enabled.value is True):
         return True
     when = tuple(facts(enabled, holds=True))
@@ -213,7 +213,10 @@ def _is_product(node: ast.AST) -> bool:
 
 
 def constant_out_of_range(module: Module) -> Iterator[Hit]:
-    """AMP014: Find float16 matrix products with a fill value or eps that float16 cannot represent."""
+    """AMP014: Find fill values and eps that float16 cannot represent.
+
+    A fill value or eps is found only if it is used with the result of a float16 matrix product.
+    """
     for flow in module.flows:
         places = [(event.call, event.context) for event in flow.events] + flow.divisions
         covered = []
@@ -254,7 +257,7 @@ def _divisors(node: ast.AST) -> Iterator[tuple[float, ast.AST]]:
 
 
 def _narrow_names(function: ast.AST) -> set[str]:
-    """Return the variables whose value has the dtype of a matrix product, directly or through other ops."""
+    """Return the variables that hold the result of a matrix product, or of later ops that keep its dtype."""
     narrow: set[str] = set()
     for node in ast.walk(function):
         targets = node.targets if isinstance(node, ast.Assign) and _is_narrow(node.value, narrow) else []

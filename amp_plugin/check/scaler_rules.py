@@ -28,7 +28,7 @@ _RARELY = re.compile(r"%|\blen\(|last|final|num_batch|n_batch|steps_per_epoch", 
 
 
 def clip_before_unscale(module: Module) -> Iterator[Hit]:
-    """AMP001: Find a clip by torch between a scaled backward pass and its step, without ``unscale_``."""
+    """AMP001: Find calls of torch's clipping functions that clip gradients before they are unscaled."""
     for flow in module.flows:
         for clip in filter(_bounds, flow.of("clip")):
             if any(_clips_scaled(flow, clip, step) for step in flow.of("scaler step")):
@@ -38,7 +38,7 @@ def clip_before_unscale(module: Module) -> Iterator[Hit]:
 
 
 def _clips_scaled(flow: Flow, clip: Event, step: Event) -> bool:
-    """Return whether a clip runs between a step and the scaled backward pass of that step."""
+    """Return whether gradients are clipped after a scaled backward pass and before their step."""
     if step.position < clip.position or step.context.excludes(clip.context):
         return False
     earlier = [
@@ -78,7 +78,10 @@ def _bounds(clip: Event) -> bool:
 
 
 def _clip_in_a_step(module: Module, flow: Flow) -> Iterator[Hit]:
-    """Find clips before a step in a function without a backward pass, if the module never unscales."""
+    """Find gradient clipping before ``scaler.step()``, in a function that contains no backward pass.
+
+    If any code in the module unscales gradients, nothing is found.
+    """
     if any(event.kind in {"unscale", "scaler clip"} for event in module.events()):
         return
     scaled = {event.who for event in module.events() if event.kind == "scaled backward"}
@@ -105,7 +108,7 @@ def step_past_scaler(module: Module) -> Iterator[Hit]:
 
 
 def _has_stepped(flow: Flow, before: Event, step: Event) -> bool:
-    """Return True if ``step`` always follows a scaler's step of the same optimizer and loss.
+    """Return True if ``optimizer.step()`` always runs after ``scaler.step(optimizer)`` for the same loss.
 
     In this mistake, ``optimizer.step()`` was meant for the branch without a scaler, but stands outside that
     branch.
@@ -173,7 +176,7 @@ def _is_behind(update: Event, step: Event) -> bool:
 
 
 def _steps_each_batch(module: Module, flow: Flow, step: Event, update: Event) -> bool:
-    """Return True if each iteration of the step's loop scales a loss and steps the same optimizer.
+    """Return True if the loop around a step scales a loss and steps this optimizer in each iteration.
 
     The result is False if the loop may end after the step, or if the scaler may be passed to other code.
     """
@@ -196,7 +199,10 @@ def _steps_each_batch(module: Module, flow: Flow, step: Event, update: Event) ->
 
 
 def _is_made_here(module: Module, event: Event) -> bool:
-    """Return True if this module creates the event's scaler, and not in a class with base classes."""
+    """Return True if this module creates the scaler whose method is called.
+
+    The result is False if the call is in a class that has base classes.
+    """
     if event.who is None or event.who not in module.names.bound:
         return False
     owner = event.scope.owner()
@@ -205,7 +211,7 @@ def _is_made_here(module: Module, event: Event) -> bool:
 
 
 def update_between_steps(module: Module) -> Iterator[Hit]:
-    """AMP005: Find updates between a scaled backward pass and the step or unscale of its gradients.
+    """AMP005: Find ``update()`` between a scaled backward pass and the ``step()`` or ``unscale_()`` after it.
 
     Scalers of amp_plugin are left out, because they remember the scale of each gradient.
     """
@@ -277,7 +283,7 @@ def _follows_nothing(flow: Flow, update: Event, steps: list[Event]) -> bool:
 
 
 def _is_inside_window(flow: Flow, update: Event, step: Event) -> bool:
-    """Return True if an update follows one optimizer's step inside another's accumulation window."""
+    """Return True if ``update()`` runs while an optimizer that has not stepped is accumulating gradients."""
     turn = [e for e in flow.of("scaled backward", "scaler step") if _turn(e) == _turn(update)]
     before = [e for e in turn[: turn.index(step)] if not e.context.excludes(step.context)]
     last = [e for e in turn if e.position < update.position and e.context.goes_with(update.context)]
@@ -376,7 +382,7 @@ def _goes_along(module: Module, event: Event, step: Event) -> bool:
     if (extra and knows_skips) or any(_RARELY.search(text) for text, _ in extra | missing):
         return False
     if event.scope is not step.scope and any("sch" not in text.lower() for text, _ in extra):
-        # The extra condition may be the result of the function that steps, such as whether a step was taken.
+        # The extra condition may test a flag that says whether the optimizer step was taken.
         return False
     return _adds_no_doubt(event, {*step.context.conditions})
 
@@ -439,7 +445,7 @@ def framework_bypassed(module: Module) -> Iterator[Hit]:
 
 
 def _framework(module: Module, event: Event) -> tuple[str, object]:
-    """Return the framework whose method an event calls, and the precision that the source sets for it."""
+    """Return the framework whose method is called, and the precision with which the framework was set up."""
     function = event.call.func
     if not isinstance(function, ast.Attribute):
         return "", None
@@ -465,14 +471,17 @@ def _prepared(module: Module, flow: Flow) -> str:
 
 
 def _last_before(flow: Flow, event: Event, *kinds: str) -> Event | None:
-    """Return the last event of ``kinds`` before ``event``, or None if the two do not run together."""
+    """Return the last event of ``kinds`` before ``event``.
+
+    Return None if each of the two calls can run without the other.
+    """
     earlier = flow.events[: event.position]
     found = [e for e in earlier if e.kind in kinds and not e.context.excludes(event.context)]
     return found[-1] if found and found[-1].context.goes_with(event.context) else None
 
 
 def _is_interrupted(flow: Flow, first: Event, last: Event) -> bool:
-    """Return whether a call between two events unscales gradients or may unscale them."""
+    """Return whether a call between two other calls unscales gradients or may unscale them."""
     between = [e for e in flow.between(first, last) if not e.context.excludes(last.context)]
     keys = {key for key in (first.who, first.optimizer, last.who, last.optimizer) if key is not None}
     return any(
@@ -491,5 +500,5 @@ def _same_optimizer(event: Event, other: Event) -> bool:
 
 
 def _same_pass(event: Event, other: Event) -> bool:
-    """Return whether two events run together in the same iteration of a loop."""
+    """Return whether two calls are in the same loops, and one of them always runs if the other one does."""
     return event.context.loops == other.context.loops and event.context.goes_with(other.context)

@@ -1,4 +1,4 @@
-"""Define arguments that several commands have, run scripts, and print tables and errors."""
+"""Define the arguments that several commands share. Run scripts, and print tables and errors."""
 
 from __future__ import annotations
 

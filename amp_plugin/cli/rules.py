@@ -73,10 +73,10 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
-    """Return the op rules for each word, where a word is a policy's name or the path of a YAML file.
+    """Return the op rules for each of ``words``, which are policy names and paths of rules files.
 
-    All op rules are for one device type. If ``device`` is None, the device type comes from a rules file or,
-    if no word is a file, from this machine's accelerator.
+    All op rules are for one device type. If ``device`` is None, the device type comes from the rules files.
+    If no rules file is given either, the device type is that of this machine's accelerator.
     """
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
     from amp_plugin.hardware import default_device  # noqa: PLC0415 - loads torch
@@ -150,9 +150,9 @@ def tune(
 ) -> None:
     """Find op rules that save memory, save casts or avoid an overflow, and write them to a file.
 
-    The script runs about fifty times in a copy of this folder. Each run of the script stops after its first
-    backward passes. The script's output is dropped. Autocast blocks in the script must not set op rules
-    themselves.
+    The script runs about fifty times in a copy of this folder. Each run of the script stops after the
+    number of backward passes that --batches sets. The script's output is dropped. Autocast blocks in the
+    script must not set op rules themselves.
 
     With --formats, the command emulates each Linear layer in each format below 16 bits, such as fp8, on any
     machine. The command then prints the errors of each layer, and writes the chosen formats to files for

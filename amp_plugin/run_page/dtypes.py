@@ -84,8 +84,8 @@ class Survey:
     def dtype_of(self, module: str) -> torch.dtype:
         """Return the dtype in which a module's gradients are computed.
 
-        A module's gradients have the dtype of its results. If the dtype of the results is not known, the
-        dtype of the autocast region is returned.
+        Gradients are computed in the dtype of the module's outputs. If the dtype of the outputs is not known,
+        the dtype of the autocast region is returned.
         """
         lowest = next((state.dtype for state in self._states if state.enabled), torch.float32)
         return self._results.get(module, lowest)

@@ -54,7 +54,7 @@ class Headroom:
         self.modules = list(rows)
         self.first: list[int] = []  # the first optimizer step of each column of the heat map
         self.last: list[int] = []
-        # Tensors of shape modules x heat-map columns. An entry is nan if the module had no gradient.
+        # Tensors of shape (modules, heat-map columns). An entry is nan if the module had no gradient.
         self._largest = self._zeros = torch.empty(len(rows), 0)
         self.reads, self.seconds = 0, 0.0
         self._began = time.perf_counter()
@@ -110,9 +110,9 @@ class Headroom:
         self._zeros = torch.cat([self._zeros, zeros[:, None]], dim=1)
 
     def bits(self, dtypes: Mapping[str, torch.dtype]) -> Tensor:
-        """Return how often the largest gradient could double before overflow, by module and column.
+        """Return how many times the largest gradient could be doubled before it overflows.
 
-        An entry is -1 if the gradient has overflowed.
+        The result has the shape (modules, heat-map columns). An entry is -1 if the gradient has overflowed.
         """
         limits = [[torch.finfo(dtypes[name]).max] for name in self.modules]
         return (torch.tensor(limits, dtype=torch.float64) / self._largest).log2().clamp(min=-1.0)

@@ -80,11 +80,11 @@ class History:
     def __init__(self) -> None:
         self.steps = self.skipped = self._zero_steps = 0  # numbers of steps of all optimizers
         self.is_wrong = False  # whether the last step was skipped or had a non-finite loss or gradient
-        self.growth = 1.0  # the factor by which weights had grown at the last skipped or non-finite step
+        self.growth = 1.0  # the factor by which weights had grown by the last skipped or non-finite step
         # The steps whose loss was not finite, or that updated weights with non-finite gradients.
         self.wrong_steps: list[int] = []
         self.skips: list[Skip] = []  # the first _MOST_SKIPS skipped steps
-        self.per_point = 1  # one step out of this many becomes a point of the curves
+        self.per_point = 1  # the number of optimizer steps from one point of a curve to the next
         self._points: list[Point] = []
         # The optimizers whose steps keep being skipped although the loss scale falls.
         self._unhelped: set[str] = set()
@@ -93,7 +93,7 @@ class History:
         self._losses: list[Tensor] = []
 
     def note_growth(self, factor: float) -> None:
-        """Record the factor by which weights have grown at a skipped or non-finite step."""
+        """Record the factor by which weights have grown so far. Called at skipped and non-finite steps."""
         self.growth = factor
 
     def hear_loss(self, loss: Any) -> None:

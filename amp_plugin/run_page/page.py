@@ -304,7 +304,10 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def map_charts(modules: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return two heat maps of gradients by module and step, one of the bits of headroom and one of zeros."""
+    """Return two heat maps of the gradients by module and step.
+
+    The heat map ``bits`` shows the headroom in bits. The heat map ``zeros`` shows the percentage of zeros.
+    """
     import altair as alt  # noqa: PLC0415 - of the extra
 
     rows, shorter = len(modules), short_names(modules)

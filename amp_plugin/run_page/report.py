@@ -44,7 +44,7 @@ from amp_plugin.scaling.ranks import rank_of_process
 from amp_plugin.scaling.step_log import StepLog, StepResult, new_logs
 
 _SECONDS: Final = 10.0  # the shortest time between two writes of the file, in seconds
-# The growth of the weights is measured after at most this many skipped or non-finite steps.
+# After this many skipped or non-finite steps, the growth of the weights is not measured any more.
 _MOST_GROWTHS: Final = 20
 _PACKAGES: Final = ("torch", "amp_plugin", "accelerate", "lightning", "pytorch_lightning", "transformers")
 
@@ -241,8 +241,8 @@ def report(scaler: Any, model: nn.Module, path: str | Path = "run.html") -> RunR
     """Write an HTML file about a run's numerics, and keep it up to date while the block is open.
 
     The file, called the run report, shows the loss scale, skipped steps, gradient norms and the loss. The
-    report also shows how near each module's gradients come to the limits of their dtype, and the dtypes of
-    the model. From the second skipped step on, the report names the module in which the first inf or nan
+    report also shows the dtypes of the model, and how near each module's gradients come to the limits of
+    their dtype. From the second skipped step on, the report names the module in which the first inf or nan
     arose. `amp-plugin diagnose` finds the op that produced the inf or nan, and the line of the op. A browser
     can open the file without a network.
 
@@ -320,7 +320,7 @@ def program_page(path: Path, program: str) -> Iterator[None]:
 
     At the end, the path of the report is printed.
 
-    The report takes its steps from a scaler, plugin or accelerator of amp_plugin. If the program makes
+    The report shows the steps of an amp_plugin scaler, plugin or accelerator. If the program makes
     several scalers, plugins or accelerators, the report uses the last one made before the model is first
     called. If the program makes no scaler, plugin or accelerator, the report watches all optimizer steps,
     just before they are taken.

@@ -95,7 +95,10 @@ def _fsdp_units(model: nn.Module) -> list[ShardUnit]:
 
 
 def _inner_first(units: Iterable[ShardUnit | None]) -> list[ShardUnit]:
-    """Reorder units from the order of ``named_modules()``, so that each follows the units inside it."""
+    """Sort FSDP units, so that each unit comes after the units inside it.
+
+    ``units`` must be in the order of ``named_modules()``.
+    """
     ordered: list[ShardUnit] = []
     # The units that contain the current unit, from the outermost to the innermost.
     around: list[ShardUnit] = []
@@ -193,8 +196,7 @@ class ModelDtypes:
     """The dtypes in which a model computes, stores its weights, and sends data. ``rich.print`` shows them.
 
     Attributes:
-        units: The FSDP units, in which the model itself comes last. A model that is not sharded is a single
-            unit.
+        units: The FSDP units, with the model itself last. A model that is not sharded is a single unit.
     """
 
     def __init__(self, units: Sequence[ShardUnit], calls: Sequence[ModuleDtypes] = ()) -> None:

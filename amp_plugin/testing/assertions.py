@@ -5,16 +5,17 @@ Each op runs twice, in the program's dtypes and in a wide dtype whose rounding i
 ``explained`` is the square root of the sum of the squares of two numbers:
 
 - The first number is the relative error of the op itself, but at most half an eps of its dtype.
-- The second number is the largest ``explained`` of the op's inputs, which stands for the rounding of earlier
-  ops.
+- The second number stands for the rounding of earlier ops. It is the largest value of ``explained`` among
+  the op's inputs.
 
 Some derivatives are discontinuous, such as the derivative of relu at 0. If rounding moves an input across a
-discontinuity, the result changes by more than the rounding error. Therefore the fraction of elements that
-cross a discontinuity is added to ``explained``, up to three times the ``explained`` of the input.
+discontinuity, the result changes by more than the rounding error. Therefore a third term is added
+to the sum of squares. It is the share of the result's squared norm that comes from elements that crossed the
+discontinuity. The third term is at most three times the second number.
 
 An assertion fails if a loss, or the gradients of a step, differ from the wide-dtype run by more than three
-times ``explained``. An assertion also fails if rounding the weights loses a larger part of an update than
-three times ``explained``.
+times ``explained``. An assertion also fails if rounding the weights loses too large a fraction of an update.
+The lost fraction may be at most three times the largest ``explained`` of the gradients.
 """
 
 from __future__ import annotations
@@ -132,7 +133,10 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
         return _GROWTH * max(explained, torch.finfo(torch.float32).eps)
 
     def judge(self, what: str, tensors: Iterable[Tensor]) -> None:
-        """Compare tensors, as one vector, with the wide-dtype run, and record too large a difference."""
+        """Compare tensors with those of the wide-dtype run, as if all tensors were one long vector.
+
+        If the relative difference exceeds the tolerance, it is recorded in ``apart``.
+        """
         error = size = explained = 0.0
         for tensor in tensors:
             shadow = in_widest_float(self.shadows.of(tensor))

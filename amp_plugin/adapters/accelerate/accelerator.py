@@ -248,13 +248,13 @@ class AmpAccelerator(EntryPoint, Accelerator):
         return prepared
 
     def _follow_on_page(self) -> None:
-        """Write the run page (an HTML report), from the first prepared model until ``end_training()``."""
+        """Write a run page (an HTML report) about the prepared models, until ``end_training()`` is called."""
         path = self._options.report
         if path is not None and self._models:
             self.session.watch([self.unwrap_model(model) for model in self._models], path)
 
     def _set_up(self, models: Sequence[nn.Module], *, trained: bool = True) -> None:
-        """Store weights, make ``fp32_modules`` compute in fp32, and run forward passes under autocast.
+        """Convert weights to their storage format, make ``fp32_modules`` compute in fp32, and use autocast.
 
         ``_set_up`` may be called several times for a model.
         """
@@ -285,7 +285,10 @@ class AmpAccelerator(EntryPoint, Accelerator):
                 ).put_on()
 
     def set_up_weights(self, model: nn.Module) -> None:
-        """Store a model's weights before it is prepared, so that a checkpoint loads without rounding."""
+        """Convert the weights of a model that is not prepared yet to their storage format.
+
+        A checkpoint that is loaded after the conversion is not rounded to the old dtype.
+        """
         if self._engaged and not getattr(model, "_is_accelerate_prepared", False):
             self.session.set_up_weights(model, found_patterns(model, self._options.fp32_modules))
 

@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
 
 _TRAINER: Final = ("Trainer", "_AcceleratorConnector", "_precision_flag", "_precision_plugin_flag")
 _FABRIC: Final = ("Fabric", "_Connector", "_precision_input", "_precision_instance")
-# The Lightning modules that choose the precision plugin of a Trainer or Fabric.
+# Maps the Python modules in which Lightning chooses a precision plugin to names in these modules.
 CONNECTORS: Final = {
     "lightning.pytorch.trainer.connectors.accelerator_connector": _TRAINER,
     "lightning.fabric.connector": _FABRIC,

@@ -73,7 +73,7 @@ class FabricPrecision(PrecisionCore):
         return autocast_module(super().convert_module(module))
 
     def note_wrapped(self, module: Any, strategy: Any) -> None:
-        """Begin the run on the device of a module that was set up. Raise if its wrapper is not supported."""
+        """Begin the run after Fabric has wrapped a module. Raise if the wrapper is not supported."""
         self._refuse_strategy(strategy)
         self._check_shards(module)
         self._groups = self._groups or scaler_groups(module)

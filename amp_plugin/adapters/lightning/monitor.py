@@ -30,7 +30,7 @@ class Monitor:
     line. Results are read from a GPU only every few steps, so the error may come a few steps late.
 
     Args:
-        max_skips_in_a_row: The number of consecutive skipped steps of one optimizer that ends the run.
+        max_skips_in_a_row: If one optimizer skips this many steps in a row, an error ends the run.
         every_n_steps: The number of optimizer steps between two reads from the GPU. If None, the Trainer's
             ``log_every_n_steps`` is used.
         report: The path of a run page (an HTML report, see ``amp_plugin.report``). With a run page, the host
@@ -165,7 +165,10 @@ class Monitor:
                 raise endless_skips(step, plugin.words, plugin.session.growth)
 
     def _measure(self, trainer: Any, pl_module: Any, at_least: int) -> None:
-        """Count the bytes of memory per parameter, once ``at_least`` optimizers have stepped."""
+        """Count the bytes of memory per parameter.
+
+        Nothing is counted before at least ``at_least`` optimizers have stepped.
+        """
         if self.weight_bytes is not None or self._has_failed or len(self._have_stepped) < max(1, at_least):
             return
         with only_warning("AmpMonitor", self._fail):

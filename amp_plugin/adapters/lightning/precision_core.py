@@ -220,7 +220,7 @@ class PrecisionCore(EntryPoint):
 
         ``step_scheduler`` is for manual optimization and for Fabric. Call ``step_scheduler`` after each
         ``optimizer.step()`` that the scheduler counts. With a fused optimizer on a GPU, the host learns about
-        a skipped step one step late. The scheduler is then held back one step late, unless
+        a skipped step one step late. The scheduler then also responds to a skipped step one step late, unless
         ``exact_schedulers`` is on.
 
         Args:
@@ -244,8 +244,8 @@ class PrecisionCore(EntryPoint):
     def optimizer_steps(self) -> int:
         """The total number of steps taken so far, summed over all optimizers. Reading it is a host sync.
 
-        Skipped steps do not count. A resumed fp16 run continues the count. If no loss is scaled, checkpoints
-        do not contain this number of steps.
+        Skipped steps do not count. A resumed fp16 run continues the count. If no loss is scaled, the
+        step count is not saved in checkpoints.
         """
         return self.session.attempted_steps - self.skipped_steps
 

@@ -359,8 +359,8 @@ class TrainerPrecision(PrecisionCore):
         """Save the state under the key of Lightning's own plugin, which can then load the checkpoint."""
         payload = checkpoint.pop(type(self).__qualname__, None)
         if payload:
-            # Lightning's own plugin cannot load a state without a loss scale.
-            # Therefore a state without a loss scale is saved under a separate key.
+            # Lightning's own plugin fails to load a state that contains no loss scale.
+            # Therefore a state that contains no loss scale is saved under a separate key.
             checkpoint[self.checkpoint_key if "scale" in payload else OUR_KEY] = payload
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

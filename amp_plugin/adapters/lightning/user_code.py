@@ -67,7 +67,7 @@ def _needs_closure(kind: Any) -> bool:
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer may call its closure several times, or only after it has changed weights.
+    """Return True if an optimizer may call its closure several times, or after it has changed the weights.
 
     The result is True for optimizers that require a closure, such as LBFGS, and for optimizers with the
     attribute ``calls_closure_again = True``, such as SAM. All other optimizers call the closure once, at the
@@ -79,7 +79,9 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
 
 
 def averages_in_fp32(callbacks: Iterable[Any], package: Any, undo: ExitStack) -> None:
-    """Make callbacks that average weights (EMA, SWA) see a float32 model, until ``undo`` closes.
+    """Show a float32 model to callbacks that average weights (EMA, SWA).
+
+    Closing the exit stack ``undo`` restores the callbacks.
 
     Averages that were created before the model's weights were set up are also converted to float32.
     """
@@ -126,7 +128,10 @@ def _after_landed_steps(should_update: Callable[..., bool], landed: Callable[[],
 def average_landed_steps(
     callbacks: Iterable[Any], package: Any, landed: Callable[[], int], undo: ExitStack
 ) -> None:
-    """Make Lightning's weight averages (EMA) ignore skipped steps, until ``undo`` closes."""
+    """Make Lightning's weight averages (EMA) ignore skipped steps.
+
+    Closing the exit stack ``undo`` restores the callbacks.
+    """
     for callback in callbacks:
         if isinstance(callback, package.callbacks.WeightAveraging):
             callback.should_update = _after_landed_steps(callback.should_update, landed)
