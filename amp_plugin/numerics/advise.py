@@ -141,7 +141,7 @@ class _Case:
     base: str  # the op's plain name, such as "exp"
     growth: float  # the largest factor by which the norm of a weight has grown
     in_optimizer: bool  # whether the op ran in the step of a torch optimizer
-    # The first op that must run in fp32 if 16 bits have rounded a number near 1 to 1.
+    # If a number near 1 was rounded to exactly 1 in 16 bits, the first op that must run in fp32.
     rounded_by: str = ""
 
     @property
@@ -170,7 +170,11 @@ class _Case:
 
     @property
     def is_at_pole(self) -> bool:
-        """Whether an input is at a point where the op, or the derivative of its forward op, is infinite."""
+        """Whether an input is at a point where the op is infinite.
+
+        For a backward op, return whether an input is at a point where the derivative of its forward op is
+        infinite.
+        """
         base, given, numbers = self.base, self.finding.inputs, dict(self.finding.numbers)
         if base in _DIVISIONS and (numbers.get("other") == 0 or any(map(_reaches_zero, given[-1:]))):
             return True
@@ -184,7 +188,7 @@ class _Case:
 
     @property
     def forward(self) -> str:
-        """The plain name of the forward op of a backward op; empty for a user's autograd function."""
+        """For a backward op, the plain name of its forward op. Empty for a user's autograd function."""
         return self.finding.forward_op.partition("::")[2].split(".")[0].strip("_")
 
     @property
@@ -250,10 +254,11 @@ def finding_of(
 
 
 def _rounded_by(call: Call) -> Site | None:
-    """Return the first op that must run in fp32 if 16 bits have rounded a number near 1 to 1.
+    """Return the first op that must run in fp32 so that a number near 1 is not rounded to exactly 1.
 
-    All ops after the last matrix product need fp32, and the first of these ops is returned. The nan or inf
-    arises in a later op that is infinite at 1.
+    All ops between the last matrix product and the nan or inf need fp32. The first of these ops is returned.
+    The nan or inf arises in a later op, which is infinite at 1. Return None if rounding to 1 is not the
+    cause.
     """
     if not call.arguments or not is_low_precision(call.arguments[-1].tensor.dtype):
         return None

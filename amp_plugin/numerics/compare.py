@@ -10,11 +10,11 @@ for each result that both runs have:
 
     if an input that differs comes from an op that only one run has, the programs differ at that op
 
-    if only one run's op has an error that rounding does not explain, the kernels of the op differ
+    if the op has an error that rounding does not explain in one run but not in the other, its kernels differ
 
 Recordings of several ranks are compared rank by rank. The report names the rank whose results differ first,
-because the other ranks may only have received wrong results from this rank. compare_layouts.py compares a run
-of a single process with a run on several ranks.
+because the other ranks may only have received wrong results from this rank. compare_layouts.py compares a
+single-process run with a run on several ranks.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class RunComparison:
         only_first, only_second: The number of op results that only one of the two runs has, such as the
             results of casts.
         differing: The number of compared results that differ in at least one bit.
-        first: The first result that differs in at least one bit, on the rank where it comes earliest. None if
-            no result differs.
+        first: The first result that differs in at least one bit. If results differ on several ranks, the
+            earliest of these results. None if no result differs.
         unexplained: The first difference that rounding does not explain, or None.
         unseen: The median, over all results, of the relative difference that rounding explains. Smaller
             errors go unnoticed.
@@ -233,7 +233,7 @@ def _compared_layouts(
     runs: tuple[dict[int, Run], dict[int, Run]],
     names: ModuleNames,
 ) -> Compared:
-    """Compare a run of a single process with a run on several ranks or in micro-batches."""
+    """Compare a single-process run with a run on several ranks or in micro-batches."""
     for recording in files:
         if recording.missing:
             msg = (
@@ -313,7 +313,7 @@ def _earliest(
 
 
 def _unlike_replicas(runs: Mapping[int, Run]) -> tuple[Difference, ...]:
-    """Return the gradients that differ between replicas, from the first step with a difference."""
+    """Find the first step in which gradients differ between replicas, and return these gradients."""
     replicas = replicas_of([run.weights for run in runs.values()])
     gradients = {rank: run.gradient_records() for rank, run in runs.items()}
     shared = set.intersection(*map(set, gradients.values())) if len(runs) > 1 else set()

@@ -1,13 +1,14 @@
-"""Compare a run of a single process with a run of the same training on several ranks or in micro-batches.
+"""Compare a single-process run with a run of the same training on several ranks or in micro-batches.
 
-1. layout_matches.py pairs each result of the single process with the matching results of the ranks.
+1. layout_matches.py pairs each result of the single-process run with the matching results of the ranks.
 2. layout_rounding.py decides for each pair of results whether rounding explains the difference.
 3. layout_causes.py explains the first difference that rounding does not explain.
 
-Even in a correct program, an intermediate result on a rank may differ from the same result in the single
-process. For example, an embedding with sharded rows looks up wrong rows for some tokens and masks them
-afterwards. A result that differs is reported only if a later result that depends on it differs too. A result
-is also reported if the single process has none of the later results that depend on this result.
+Even in a correct program, an intermediate result on a rank may differ from the same result in the
+single-process run. For example, an embedding with sharded rows looks up wrong rows for some tokens and masks
+them afterwards. A result that differs is therefore reported only if a later result that is computed from it
+also differs. It is reported as well if the single-process run contains no later result that is computed from
+it.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16
 
 
 def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> Compared:
-    """Compare a run of a single process with a run on several ranks or in micro-batches.
+    """Compare a single-process run with a run on several ranks or in micro-batches.
 
     Args:
-        whole: The run of the single process.
+        whole: The single-process run.
         runs: Maps each rank to its run.
-        names: Translates the ranks' module names into those of the single process.
+        names: Translates the ranks' module names into those of the single-process run.
 
     Returns:
         The results that differ by more than rounding explains, in the order in which the single process
-            computed them. The first one has an explanation.
+            computed them. The first of these results has an explanation.
     """
     matches = Matches(whole, runs, names)
     judged = verdicts(matches)
@@ -66,15 +67,16 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
 def _arrival(matches: Matches, judged: Mapping[int, Verdict]) -> Callable[[Match], bool]:
     """Return a function that decides whether a result that differs is reported.
 
-    The function returns True if a later result that depends on this result differs too, or if none of the
-    later results that depend on it exists in both runs.
+    The function returns True if a later result that is computed from this result also differs. It also
+    returns True if no later result that is computed from this result exists in both runs.
     """
     readers = _readers(matches.runs)
 
     def next_shared(rank: int, number: int) -> Iterator[int]:
-        """Yield the next results that depend on this result and also exist in the single process.
+        """Yield the nearest later results that are computed from this result and exist in both runs.
 
-        Results of another pass (forward or backward) are left out.
+        For a result of a forward pass, only forward results are followed. For a result of a backward pass,
+        only backward results are followed.
         """
         seen, left = {number}, [number]
         records = matches.runs[rank].records

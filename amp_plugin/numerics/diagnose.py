@@ -26,9 +26,9 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         findings: The findings, in order. Without ``keep_going`` there is at most one finding. With
             ``keep_going``, repeated findings at the same op and line are merged into one finding with a
             count.
-        read: Nans and infs that reached no loss, gradient or weight, but were used elsewhere. Examples are a
-            nan that Python read as a number for a metric, and an inf by which argmin selected an element.
-            There is one finding for each op and line.
+        read: Findings about nans and infs that reached no loss, gradient or weight, but were used elsewhere.
+            For example, ``item()`` may return a nan for a metric, or an inf may decide which element argmin
+            selects. There is one finding for each op and line.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         return "\n".join(lines)
 
     def notes(self) -> list[str]:
-        """Describe each finding in ``read`` in a line, and name a command that stops at the first one."""
+        """Return one line for each finding in ``read``, and the command that stops at the first finding."""
         if not self.read:
             return []
         lines = [f"  {found.headline}, at {found.place}: {found.reached}" for found in self.read]

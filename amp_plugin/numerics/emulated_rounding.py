@@ -64,24 +64,25 @@ class OpPlace:
 
 
 class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
-    """A region that adds rounding steps at chosen places of forward passes.
+    """A region that rounds the results or operands of chosen ops in forward passes.
 
     Args:
         dtype: The dtype to round to. Results are rounded only if their dtype is wider than ``dtype``.
-        places: The places at which to round. If no places are given, nothing is rounded, and ``found`` lists
-            all places where results can be rounded.
+        places: The ops and lines at which to round. If no places are given, nothing is rounded, and ``found``
+            lists all ops and lines whose results can be rounded.
 
     Attributes:
-        found: Maps each place whose results are wider than ``dtype`` to the shape of its first result, in the
-            order of first execution. If places are given, ``found`` contains only places with the ops of the
-            given places.
+        found: Maps each op and line whose results are wider than ``dtype`` to the shape of the first result
+            there. The entries are in the order in which the ops first ran. If places are given, ``found``
+            contains only ops that belong to a given place.
         product: The module that called the last matrix product of the forward pass; None if there is none.
-        last: The place of the last matrix product; None if its result is not wider than ``dtype``.
+        last: The op and line of the last matrix product. None if the result of this product is not wider than
+            ``dtype``.
     """
 
     def __init__(self, dtype: torch.dtype, places: Iterable[OpPlace] = ()) -> None:
         self._dtype = dtype
-        # Maps an op to its chosen places. Other ops are skipped, because finding an op's line takes time.
+        # Maps the name of an op to its chosen places. Ops without a chosen place are skipped to save time.
         self._chosen: dict[str, set[OpPlace]] = {}
         for place in places:
             self._chosen.setdefault(place.op, set()).add(place)
@@ -91,7 +92,7 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
         super().__init__(Tracker(), self)
 
     def after(self, call: Call, output: Any) -> None:
-        """Record the place of an op's results, and round the results if the place was chosen."""
+        """Record the op and its line, and round its results or operands if they were chosen."""
         traits = call.traits
         if call.is_backward or traits.is_view or traits.is_collective or traits.is_unwritten:
             return
@@ -138,11 +139,11 @@ ATTENTION: Final = {
     "scale": "the attention multiplies the query by the scale after casting the query",
     "cache": "keys and values of the attention are kept in fp8",
 }
-"""Maps the name of a rounding in an attention to a description of the rounding."""
+"""Maps the name of each rounding that ``attention_in_steps`` can emulate to a description."""
 
 
 class AttentionInSteps(TorchFunctionMode):
-    """A block in which ``scaled_dot_product_attention`` runs in steps, with chosen roundings.
+    """A context manager in which ``attention_in_steps`` replaces ``scaled_dot_product_attention``.
 
     Args:
         dtype: The dtype to which numbers are rounded.
@@ -156,7 +157,7 @@ class AttentionInSteps(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a torch function. If it is an attention, it runs in steps."""
+        """Run a torch function, with ``attention_in_steps`` in place of ``scaled_dot_product_attention``."""
         if func is scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -175,11 +176,11 @@ def attention_in_steps(
     rounded_to: torch.dtype,
     roundings: frozenset[str],
 ) -> Tensor:
-    """Return the result of ``scaled_dot_product_attention``, with roundings from ``ATTENTION``.
+    """Compute ``scaled_dot_product_attention`` op by op, with the given roundings from ``ATTENTION``.
 
     Operands are cast as autocast would cast them. As in fused kernels, the scores are computed in float32.
-    The exponentials of the scores are cast for the second matrix product. The second matrix product is then
-    divided by the sum of the exponentials.
+    The exponentials of the scores are cast to the dtype of the operands, and are then multiplied by the
+    values. The product is divided by the sum of the exponentials.
     """
     device = query.device.type
     is_cast = torch.is_autocast_enabled(device)

@@ -116,8 +116,8 @@ class Finding:
         device_type: The device type of the op's results, for example ``"cpu"``.
         in_block: Whether the op or, for a backward op, its forward op ran in an autocast block.
         rule_names: The ops that need an fp32 rule if 16 bits are the reason. See ``OpRules.with_rule``.
-        source: The path of the weight that held the nan or inf. For input data, the batch, the tensor and the
-            row, as far as they are known.
+        source: The path of the weight that held the nan or inf. If the input data held it, the batch, the
+            tensor and the row, as far as they are known.
         lesson: A string with further facts, such as the missing call for the kind ``"order"``, the loss scale
             and the limit for ``"clip"``, the dtypes of the inputs for ``"dtype"``, and the measurement for
             ``"learning"``.

@@ -10,7 +10,7 @@
 
     if a step with hooks is skipped, copy the magnitudes to the CPU, in the order of computation
 
-    at the first call of a module after an optimizer step, drop the magnitudes
+    at the first call of a module after an optimizer step, discard the magnitudes recorded before the step
 
 The largest magnitude of a tensor is nan or inf if and only if an element is not finite. Nothing is copied
 from the device to the CPU until a step is skipped.
@@ -39,8 +39,8 @@ from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.overflows import FirstModules
 from amp_plugin.scaling.step_log import StepLog, StepResult
 
-STEPS_AFTER_SKIP: Final = 8  # the hooks stay for this many steps after a skipped step
-STEPS_IN_ALL: Final = 64  # in one run, modules have hooks during at most this many steps
+STEPS_AFTER_SKIP: Final = 8  # the module hooks stay active for this many steps after a skipped step
+STEPS_IN_ALL: Final = 64  # in one run, the module hooks are active for at most this many steps
 _MOST_NUMBERS: Final = 50_000  # at most this many magnitudes are stored per step
 _MOST_TENSORS: Final = 8  # at most this many tensors are measured per call of a module
 _DTYPES: Final = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -54,7 +54,7 @@ Largest = tuple[str, str, Tensor]
 class ModuleWatch:
     """Names the module that made the first nan or inf of a skipped step.
 
-    The modules have hooks only during a few steps after a skipped step.
+    The hooks on the modules are active only for a few steps after a skipped step.
     """
 
     path = None  # this object writes no page
@@ -68,8 +68,8 @@ class ModuleWatch:
         # The ids of all optimizers that have stepped since the last measurement.
         self._stepped: set[int] = set()
         self._just_begun = False  # whether the hooks were added after this iteration's backward pass
-        # _left: how many steps may still run with hooks if no further step is skipped.
-        # _budget: how many steps of this run may still run with hooks.
+        # _left: for how many more steps the hooks stay active if no further step is skipped.
+        # _budget: for how many more steps of this run the hooks may be active.
         self._left, self._budget = 0, STEPS_IN_ALL
         self._open = ExitStack()
 
@@ -134,7 +134,7 @@ class ModuleWatch:
 
     def _begin(self) -> None:
         self._just_begun = True
-        # Before the next step begins, this context makes the step log read whether the last step was skipped.
+        # Inside this context, the step log finds out right after each step whether the step was skipped.
         # Therefore, the magnitudes that the hooks have collected belong to the step that has just ended.
         self._open.enter_context(self._log.watched())
         self._hooks.open()

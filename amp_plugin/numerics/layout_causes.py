@@ -1,8 +1,9 @@
-"""Explain a wrong result on several ranks, such as a missing sum, a superfluous sum or a wrong order.
+"""Find out why a result is wrong in a run on several ranks.
 
-First, look for a factor, a sum over ranks or an order of the elements that would make the result right. If
-nothing makes the result right, the explanation names the mesh dimensions that may be responsible. A mesh
-dimension may be responsible if inputs differ along it, or if ranks exchanged data along it earlier.
+The cause may be a missing sum over the ranks, a superfluous sum, or a wrong order of the elements. First,
+look for a factor, a sum over ranks or an order of the elements that would make the result right. If nothing
+makes the result right, the explanation names the mesh dimensions that may be responsible. A mesh dimension
+may be responsible if inputs differ along it, or if ranks exchanged data along it earlier.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ class Cause(NamedTuple):
     is_coarse: bool = False
 
     def within(self, clues: Iterable[Collection[Axis]]) -> Cause:
-        """Return the cause with only those mesh dimensions that a clue contains too.
+        """Return the cause, but keep only those of its mesh dimensions that the clues also point to.
 
-        A clue is a collection of mesh dimensions. The first clue that shares a dimension with the cause is
-        used.
+        Each clue is the collection of mesh dimensions that one observation points to, such as the dimensions
+        along which an input differs. Only the first clue that has a dimension in common with the cause is
+        used. If no clue has one, the cause does not change.
         """
         for clue in clues:
             axes = tuple(axis for axis in self.axes if axis in clue)
@@ -53,14 +55,14 @@ class Cause(NamedTuple):
 
 
 def cause_in_gradient(layout: Layout, best: Combined, allowed: float, coarsest: float = 0.0) -> Cause:
-    """Return the explanation of a wrong gradient or weight.
+    """Explain why a gradient or weight is wrong in the run on several ranks.
 
     Args:
         layout: The gradient on all ranks.
         best: The best way to combine the pieces of the gradient.
-        allowed: The relative difference that rounding explains.
-        coarsest: The eps of the dtype of the collectives, if this dtype is coarser than the gradient's; else
-            0.
+        allowed: The largest relative difference that rounding explains.
+        coarsest: The eps of the coarsest dtype of the collectives, if it is coarser than the gradient's
+            dtype; else 0.
     """
     for size, axes in _sizes(layout.axes):
         for factor, word in ((1 / size, "large"), (size, "small")):
@@ -123,7 +125,7 @@ def _sizes(axes: tuple[Axis, ...]) -> Iterator[tuple[int, tuple[Axis, ...]]]:
 
 
 def cause_in_result(layout: Layout, best: Combined, allowed: float) -> Cause | None:
-    """Return the explanation of a wrong result, or None if there is none."""
+    """Explain why a result is wrong in the run on several ranks. Return None if no cause is found."""
     differing = layout.differing_axes(allowed) or layout.axes
     for dim in range(len(layout.whole.part.shape)):
         dims = tuple(sorted({*layout.cut, dim}))
@@ -170,7 +172,11 @@ def explained(
 
 
 def wrong_ranks(layout: Layout, best: Combined, allowed: float, mesh: ProcessMesh) -> tuple[int, ...]:
-    """Return the ranks whose replicas are wrong, or all ranks if the pieces are added up."""
+    """Return the ranks whose replicas of a tensor are wrong.
+
+    If the ranks' pieces are summed to get the tensor, no single rank can be blamed. In this case, return all
+    ranks that hold a piece.
+    """
     number = len(mesh.axes)
     wrong = {place for place, apart in best.unlike.items() if apart > allowed * best.condition}
     places = wrong if not best.added and wrong else set(layout.pieces)
@@ -183,8 +189,8 @@ def _exchanged_since_right(
     """Return the collectives between the last correct results and some wrong results, each with its ranks.
 
     Args:
-        results: The wrong results, each as a tuple (rank, index of the result in the run of this rank).
-        matches: The results that both runs have.
+        results: The wrong results, each as a tuple (rank, index of the result in that rank's run).
+        matches: The results that exist in both runs.
         verdicts: Maps the index of each matched result to its verdict.
     """
     exchanges = []
@@ -229,7 +235,7 @@ def _cause_in_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verd
 def _inputs_of(match: Match, matches: Matches, index: int) -> dict[tuple[int, ...], Piece] | None:
     """Return, for each rank, input number ``index`` of the op that computed a result.
 
-    Return None if the op on a rank has fewer inputs.
+    Return None if the op has no input with this number on some rank.
     """
     if any(len(record.reads) <= index for record in match.theirs):
         return None
@@ -296,9 +302,9 @@ def _exchanged_before(match: Match, matches: Matches) -> tuple[Axis, ...]:
 
 
 def _made_alone(match: Match, matches: Matches) -> str:
-    """Describe an op that computed an input on a rank, and that the single process did not run.
+    """Describe an op that computed an input of a result on a rank, but did not run in the single process.
 
-    Return an empty string if the single process ran all ops that computed the inputs.
+    Return an empty string if every op that computed an input of the result also ran in the single process.
     """
     for rank, number in match.pieces.values():
         records = matches.runs[rank].records

@@ -1,14 +1,14 @@
-"""Match the results of a single process with the results of several ranks or micro-batches.
+"""Match the results of a single-process run with the results of several ranks or micro-batches.
 
 for each step, direction, module and op:
 
-    list the results of the single process and the results of each rank, in the order of execution
+    list the results of the single-process run and the results of each rank, in the order of execution
 
-    if each rank has as many results as the single process, match the results one by one
+    if each rank has as many results as the single-process run, match the results one to one
 
-    if each micro-batch on a rank has as many results as the single process, match them one by one
+    if each micro-batch on a rank has as many results as that run, match the results one to one
 
-    else leave out results whose shapes do not fit those of the other run, and count the results again
+    else drop results whose shapes cannot match any result of the other run, and count the results again
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Place = tuple[int, str, str, str]  # step, direction, module, op
 
 
 class Match(NamedTuple):
-    """A result of the single process, with the corresponding results of the ranks.
+    """A result of the single-process run, with the corresponding results of the ranks.
 
     Attributes:
-        number: The index of the result in the run of the single process.
+        number: The index of the result in the single-process run.
         place: The step, direction, module and op of the result, and its position among all results that share
             these four.
-        pieces: Maps coordinates on the mesh to a rank and the index of the result in this rank's run.
-        mine: The record of the single process.
-        theirs: The records of the ranks.
-        layout: The result of the single process, and its pieces on the ranks.
+        pieces: Maps mesh coordinates to (rank, index of the result in that rank's run).
+        mine: The record of the result in the single-process run.
+        theirs: The records of the corresponding results of the ranks.
+        layout: The result of the single-process run, and its pieces on the ranks.
         is_gradient: Whether the result is a gradient that reaches the optimizer.
     """
 
@@ -51,17 +51,17 @@ class Match(NamedTuple):
 
 
 class Matches:
-    """All results that exist in the run of the single process and on all ranks.
+    """All results that exist in the single-process run and on all ranks.
 
     Args:
-        whole: The run of the single process.
+        whole: The single-process run.
         runs: Maps each rank to its run.
-        names: Translates the ranks' module names into those of the single process.
+        names: Translates the ranks' module names into those of the single-process run.
 
     Attributes:
         whole, runs: The arguments.
         mesh: The ranks as a mesh.
-        micro_batches: The number of micro-batches that each rank runs per batch of the single process.
+        micro_batches: The number of micro-batches that each rank runs per batch of the single-process run.
         all: The matched results, in the order in which the single process computed them.
     """
 
@@ -80,7 +80,7 @@ class Matches:
         self.all = sorted(found, key=lambda match: match.number)
 
     def axes(self, repeats: int) -> tuple[Axis, ...]:
-        """Return the dimensions of the mesh, plus one for the micro-batches if ``repeats`` is above 1."""
+        """Return all mesh dimensions. If ``repeats`` is above 1, append a dimension for the micro-batches."""
         return (*self.mesh.axes, *([Axis(MICRO_BATCHES, repeats)] if repeats > 1 else []))
 
     @cached_property
@@ -90,12 +90,12 @@ class Matches:
 
     @cached_property
     def by_number(self) -> dict[int, Match]:
-        """Maps the index of a result in the run of the single process to its match."""
+        """Maps the index of a result in the single-process run to its match."""
         return {match.number: match for match in self.all}
 
     @cached_property
     def theirs(self) -> dict[tuple[int, int], int]:
-        """Maps (rank, index of a result) to the index of the same result in the run of the single process."""
+        """Maps (rank, index of a result) to the index of the same result in the single-process run."""
         return {entry: match.number for match in self.all for entry in match.pieces.values()}
 
     def _at_place(
@@ -145,10 +145,10 @@ class Matches:
     def _alike(
         self, mine: Sequence[int], theirs: Mapping[int, Sequence[int]], repeats: int
     ) -> tuple[Sequence[int], Mapping[int, Sequence[int]]] | None:
-        """Return the results that can be matched one by one, or None if the numbers of results do not fit.
+        """Return the results that can be matched one to one, or None if the numbers of results differ.
 
-        If the numbers of results do not fit, results whose shapes do not fit the other run are left out
-        first.
+        If the numbers of results differ, first drop each result whose shape cannot match any result of the
+        other run. Then compare the numbers again.
         """
 
         def counts_agree(mine: Sequence[int], theirs: Mapping[int, Sequence[int]]) -> bool:
@@ -184,10 +184,10 @@ def _by_place(run: Run, names: ModuleNames) -> dict[Place, list[int]]:
 def _micro_batches(
     mine: Mapping[Place, Sequence[int]], theirs: Mapping[int, Mapping[Place, Sequence[int]]]
 ) -> int:
-    """Return how often a rank runs an op that the single process runs once.
+    """Return the number of micro-batches.
 
-    This is the number of micro-batches. If the forward ops inside modules give different numbers of
-    micro-batches, return the most frequent number.
+    The number of micro-batches is how often a rank runs an op that the single process runs once. If the
+    forward ops inside modules imply different numbers of micro-batches, return the most common number.
     """
     ratios: Counter[int] = Counter()
     for place, numbers in mine.items():

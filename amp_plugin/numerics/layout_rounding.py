@@ -1,35 +1,36 @@
 """Decide whether rounding explains the difference between the results of two layouts.
 
-A recording contains the value of each result without rounding, and the measured rounding error of the result.
-The values without rounding are compared. The values of two correct runs still differ a little, because data
-from other ranks and results of ops that did not run in float64 contain rounding errors. The difference
-between two correct runs should not exceed the measured rounding, which is about equal in both runs. An op may
-amplify a small difference between its inputs, but it amplifies the measured rounding as well. The limit is
-therefore the same for all ops, except for optimizer steps that use the signs of the gradients.
+A recording contains two things for each result: the value that the result would have if no op rounded, and
+the measured rounding error of the result. The comparison uses the values that the results would have if no op
+rounded. In two correct runs, these values still differ a little, because data from other ranks and results of
+ops that did not run in float64 contain rounding errors. The difference between two correct runs should not
+exceed the measured rounding error, which is about equal in both runs. An op may amplify a small difference
+between its inputs, but it amplifies the measured rounding error as well. The limit is therefore the same for
+all ops, except for optimizer steps that use the signs of the gradients.
 
 ::
 
-    for each result of the single process, and the matching results of the ranks:
+    for each result of the single-process run and its matching results on the ranks:
 
         combine the ranks' pieces as shards, partial sums or replicas, in all ways that their shapes allow
 
-        apart = the relative difference between the combined pieces and the result of the single process
+        apart = the relative difference between the combined pieces and the single-process result
 
         usual = 4 * measured rounding of the result in both runs + 2 * eps of the coarsest dtype
 
         allowed = usual + 4 * the value of ``apart`` for the inputs
 
-        if ``apart`` is more than ``allowed`` for every way to combine the pieces, the layouts differ here
+        if ``apart`` is more than ``allowed`` for every way to combine the pieces, the two runs differ here
 
 The factor 4 is 2 * 2. Two independent errors of the same size differ by up to twice that size, and summing in
-another order may double an error. With a factor of 4, no difference was reported between 69 correct runs in
-fp32 and bf16. Of the 69 correct runs, 11 were recorded after the limits had been set. All 14 bugs that had
-been planted in programs were found (docs/lab/numerics.md).
+another order may double an error. With a factor of 4, none of 69 comparisons of correct runs in fp32 or bf16
+reported a difference. Of the 69 compared runs, 11 were recorded after the limits had been set. All 14 bugs
+that had been planted in programs were found (docs/lab/numerics.md).
 
-There is only one right way to combine gradients that reach the optimizer. The shards of a gradient make up
-the whole gradient, and along all other mesh dimensions the ranks must have equal gradients. A gradient that
-was reduced in a coarser dtype should be reported. The tolerance for gradients therefore covers only the
-rounding of the single process.
+There is only one right way to combine gradients that reach the optimizer. The shards of a gradient must make
+up the whole gradient. Along each mesh dimension over which a gradient is not sharded, the ranks must have
+equal gradients. A gradient that was reduced in a coarser dtype should be reported. The tolerance for
+gradients therefore covers only the rounding errors of the single-process run.
 
 A result is not judged if the two runs drew different random numbers for it, or if it is computed from a
 result that is not judged.
@@ -49,19 +50,20 @@ from amp_plugin.numerics.recorded import OpRecord, Run
 _GROWTH = 4.0
 _GOES_BY_SIGNS = re.compile("addcdiv|_fused_adam")
 _EXCHANGED = 4  # data from other ranks may be rounded several times, by this many eps in total
-_ONE = -1  # used instead of a rank for the run of the single process
+_ONE = -1  # stands for the single-process run where a rank is expected
 
 
 class Verdict(NamedTuple):
     """A verdict on whether rounding explains how a result differs between the two runs.
 
     Attributes:
-        best: The way to combine the pieces that is closest to the single process, or the simplest way that is
-            close enough.
-        usual: The relative difference that rounding would explain if the inputs of the two runs were equal.
-        allowed: The relative difference that rounding explains, given how far the inputs differ.
-        is_random: Whether the result is not judged, because the two runs drew different random numbers for
-            it.
+        best: The simplest way to combine the ranks' pieces into a result that is close enough to the
+            single-process result. If no way is close enough, the way that comes closest.
+        usual: The largest relative difference that rounding would explain if the inputs were equal in both
+            runs.
+        allowed: The largest relative difference that rounding explains, given how much the inputs differ.
+        is_random: True if the two runs drew different random numbers for the result, so that it is not
+            judged.
     """
 
     best: Combined
@@ -76,12 +78,12 @@ class Verdict(NamedTuple):
 
     @property
     def is_equal(self) -> bool:
-        """Whether the difference is at most ``usual``, as it would be with equal inputs."""
+        """Whether the difference is so small that rounding would explain it even if the inputs were equal."""
         return self.best.relative <= self.usual * self.best.condition
 
 
 def verdicts(matches: Matches) -> dict[int, Verdict]:
-    """Map the index of each matched result in the single process's run to its verdict."""
+    """Map the index of each matched result in the single-process run to its verdict."""
     judge = _Judge(matches)
     return {match.number: judge.judged(match) for match in matches.all}
 
@@ -91,13 +93,13 @@ class _Judge:
 
     def __init__(self, matches: Matches) -> None:
         self._runs: dict[int, Run] = {**matches.runs, _ONE: matches.whole}
-        # Maps (rank, index of a result) to the result's relative difference, or to inf if it is not known.
+        # Maps (rank, index of a result) to the relative difference of this result; inf if it is not known.
         self._apart: dict[tuple[int, int], float] = {}
-        # Maps a rank to the estimated differences of its results.
+        # Maps a rank to estimates of how much each of its results would differ between the two runs.
         # The estimates are used for results that only one of the two runs has.
         self._swept: dict[int, list[float]] = {}
         self._follows_random = False
-        # The indices, in the single process's run, of the norms of tensors that are split over the ranks.
+        # The norms of tensors that are split over the ranks, as indices of results in the single-process run.
         self._numbers_of_norms: set[int] = set()
 
     def judged(self, match: Match) -> Verdict:
@@ -126,7 +128,7 @@ class _Judge:
         return _GROWTH * rounding + slack
 
     def _inputs(self, match: Match) -> float:
-        """Return the largest difference between the two runs among the inputs of a result."""
+        """For the inputs of a result, return the largest difference between the two runs."""
         if match.is_gradient:
             if self._follows_random:
                 return math.inf
@@ -140,9 +142,10 @@ class _Judge:
         return max((self._apart_of(rank, read.made_by) for read in reads), default=0.0)
 
     def _apart_of(self, rank: int, number: int) -> float:
-        """Return the difference of a result.
+        """Return how much a result differs between the two runs.
 
-        If the result exists in only one run, estimate its difference from the differences of its inputs.
+        If the result exists in only one run, use the differences of its inputs to estimate how much it would
+        differ.
         """
         if (rank, number) in self._apart:
             return self._apart[rank, number]
@@ -157,9 +160,10 @@ class _Judge:
         return swept[number] if number >= 0 else 0.0
 
     def _best(self, match: Match, usual: float, allowed: float) -> Combined:
-        """Return the first way to combine the pieces with a relative difference of at most ``usual``.
+        """Return the first way of combining the pieces that gives nearly the single-process result.
 
-        If every way has a larger difference, return the way with the smallest difference.
+        The relative difference from the single-process result must be at most ``usual``. If no way of
+        combining the pieces comes that close, return the way with the smallest difference.
         """
         layout = match.layout
         if match.is_gradient:
@@ -173,7 +177,7 @@ class _Judge:
         return next(near, None) or min(ways, key=lambda way: way.relative)
 
     def _norms(self, match: Match) -> Iterator[Combined]:
-        """Yield the norm, maximum or minimum of a split tensor, combined from those of its parts."""
+        """Compute the norm, maximum or minimum of a split tensor from those of its parts, and yield it."""
         record, layout = match.mine, match.layout
         follows = any(read.made_by in self._numbers_of_norms for read in record.reads)
         if "norm" in record.op or follows:
@@ -190,10 +194,9 @@ def _of_signs(record: OpRecord, inputs: float) -> float:
     """Return how much rounding can change an optimizer step that uses only the signs of the gradients.
 
     Adam and similar optimizers divide each element of a gradient by the element's own magnitude. An element
-    that is smaller than the gradient's rounding error may have the opposite sign in the other run. With the
-    opposite sign, the step of this element differs by twice its own size. If a fraction ``inputs`` of all
-    elements has the opposite sign, the norm of the whole step differs by twice the square root of this
-    fraction.
+    that is smaller than the gradient's rounding error may have the opposite sign in the other run. The
+    opposite sign changes the step of this element by twice its size. If the fraction of elements with the
+    opposite sign is ``inputs``, the two steps differ by 2 * sqrt(inputs), relative to the norm of one step.
     """
     if not _GOES_BY_SIGNS.search(record.op) or not record.held.norm or math.isinf(inputs):
         return 0.0

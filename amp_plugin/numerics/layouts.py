@@ -1,10 +1,10 @@
-"""Combine the pieces of a tensor on several ranks into the tensor that a single process computes.
+"""Combine the pieces of a tensor on several ranks, to compare it with the tensor of a single-process run.
 
 The ranks form a mesh. Along each dimension of the mesh, the pieces of a tensor are shards, partial sums or
-replicas. Shards and partial sums are added up, and replicas must be equal. The shapes of the pieces show
-whether the tensor is sharded. The values of a tensor that is not sharded show whether its pieces are
-replicas or partial sums. If each rank runs several micro-batches one after another, the micro-batches count
-as one more dimension of the mesh.
+replicas. The sums and sketches of shards and of partial sums are added up (see parts.py). Replicas must be
+equal. The shapes of the pieces show whether the tensor is sharded. The values of a tensor that is not sharded
+show whether its pieces are replicas or partial sums. If each rank runs several micro-batches one after
+another, the micro-batches count as one more dimension of the mesh.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ MICRO_BATCHES = "micro-batches"
 
 
 class Piece(NamedTuple):
-    """The recorded description of a tensor on one rank or in the single process."""
+    """The recorded description of a tensor on one rank or in the single-process run."""
 
     held: Fingerprint
     part: Part
 
 
 class Combined(NamedTuple):
-    """One way to combine the pieces, and how far the result is from the tensor of the single process.
+    """One way to combine the pieces of a tensor, and how much the result differs from the single-process run.
 
     Attributes:
-        relative: The norm of the difference, divided by the norm of the tensor.
-        added: The dimensions of the mesh along which pieces are added. Along all other mesh dimensions,
-            pieces must be equal.
+        relative: The norm of the difference between the combined pieces and the tensor in the single-process
+            run, divided by the norm of the tensor.
+        added: The mesh dimensions along which the pieces are summed. Along all mesh dimensions that are not
+            in ``added``, the pieces must be equal.
         scale: The factor by which the sum of the pieces is multiplied.
-        condition: The norm of the pieces that are added, divided by the norm of the tensor, but at least 1.
-            The tolerance for rounding is multiplied by ``condition``.
-        unlike: Maps the mesh coordinates of each replica to its relative difference from the tensor of the
-            single process. If pieces are added, there is one entry for each sum of pieces.
+        condition: The joint norm of all pieces that are summed, divided by the norm of the tensor; at least
+            1. The tolerance for rounding is multiplied by ``condition``.
+        unlike: Maps the mesh coordinates of each replica to its relative difference from the tensor in the
+            single-process run. If pieces are summed, there is one entry for each sum.
     """
 
     relative: float
@@ -52,16 +53,16 @@ class Combined(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the pieces are replicas, which are neither added nor scaled."""
+        """Whether the pieces are replicas, which are neither summed nor scaled."""
         return not self.added and self.scale == 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A tensor of the single process, and its pieces on the ranks.
+    """A tensor of the single-process run, and its pieces on the ranks.
 
     Attributes:
-        whole: The tensor as the single process recorded it.
+        whole: The tensor as it was recorded in the single-process run.
         pieces: Maps coordinates on the mesh to the piece at these coordinates. Ranks that hold no element of
             the tensor have no piece.
         axes: The dimensions of the mesh.
@@ -80,9 +81,11 @@ class Layout:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the pieces can be compared with the tensor of the single process.
+        """Whether the pieces can be compared with the tensor in the single-process run.
 
-        The shapes of the pieces must fit the tensor, and the sums over its split dimensions must exist.
+        If the positions of the pieces are known, the pieces can always be compared. Otherwise, no piece may
+        be larger than the tensor, and the recording must contain the tensor's sums over its split dimensions.
+        A tensor that is not split needs a piece on every rank.
         """
         if self.is_located:
             return True
@@ -103,16 +106,16 @@ class Layout:
         return all(piece.part.whole_shape == shape and piece.part.whole for piece in self.pieces.values())
 
     def ways(self, *, are_means: bool = False, are_backward: bool = False) -> Iterator[Combined]:
-        """Yield all ways to combine the pieces that their shapes allow.
+        """Yield every way of combining the pieces that is possible with their shapes.
 
-        Ways that add pieces along fewer mesh dimensions come first.
+        Ways of combining the pieces that sum them along fewer mesh dimensions come first.
 
         Args:
-            are_means: Whether the pieces may be means over a rank's part of the batch. Then their mean is
-                tried, too.
-            are_backward: Whether the pieces may be gradients of a mean over a rank's part of the batch. The
-                gradient of a local mean is larger than the gradient of the mean over the whole batch, so
-                factors below 1 are also tried.
+            are_means: Whether each piece could be a mean over one rank's part of the batch. If so, the mean
+                of the pieces is also tried.
+            are_backward: Whether each piece could be the gradient of a loss that is averaged over one rank's
+                part of the batch only. The gradient of a local mean is larger than the gradient of the mean
+                over the whole batch, so factors below 1 are also tried.
         """
         cut = self.cut
         for added in _subsets(self.axes):
@@ -124,8 +127,8 @@ class Layout:
     def strict_ways(self) -> Iterator[Combined]:
         """Yield the ways to combine the pieces of a gradient or a weight.
 
-        The shards of a gradient or weight are assembled into the whole tensor. Along mesh dimensions without
-        shards, the pieces must be equal.
+        The shards of a gradient or weight must make up the whole tensor. Along mesh dimensions over which the
+        tensor is not sharded, the pieces must be equal.
         """
         if self.is_located:
             names = next(iter(self.pieces.values())).part.added
@@ -149,7 +152,7 @@ class Layout:
         return self._sum(added, scale, lambda piece: piece.part.whole, self.whole.held.sketch)
 
     def combined(self, added: tuple[Axis, ...], scale: float, cut: Dims) -> Combined:
-        """Combine the pieces of a tensor that is split along the dimensions ``cut`` in unknown order."""
+        """Combine pieces whose order is unknown. The tensor is split along its dimensions ``cut``."""
         if not cut:
             if not added and scale == 1:
                 return self._same()
@@ -192,7 +195,7 @@ class Layout:
     def _groups(
         self, added: tuple[Axis, ...], vector_of: Callable[[Piece], Sequence[float]]
     ) -> dict[Coordinates, list[float]]:
-        """Add up one vector per piece along the mesh dimensions ``added``.
+        """Compute one vector for each piece, and sum these vectors along the mesh dimensions ``added``.
 
         The keys of the result are mesh coordinates, with 0 for each dimension in ``added``.
         """

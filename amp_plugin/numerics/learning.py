@@ -22,13 +22,13 @@ from amp_plugin.numerics.values import PLAIN, ShadowValues, Storages, is_low_pre
 from amp_plugin.precision import short_name
 from amp_plugin.scaling.gradients import params_of
 
-_ENOUGH = 3  # a reason is reported after this many steps or backward passes
+_ENOUGH = 3  # failure to learn is reported only after this many steps or backward passes
 _LOST = 0.5  # lost updates are reported if more than this fraction of the elements did not change
 _UNDERFLOWED = 0.25  # underflow is reported above this fraction of gradient elements that are 0 only in fp16
 
 _WIDE = ShadowValues(torch.float32)
 
-# Maps each reason why a model does not learn to a description of the measurement, and to advice.
+# For each reason why a model may fail to learn, a description of the measurement and some advice.
 _REASONS = {
     "no step": (
         "no optimizer took a step in {passes} backward passes",
@@ -67,7 +67,7 @@ class Learning:
         self._updates, self._underflow = [0, 0], [0, 0]  # (number of lost elements, total number of elements)
         self._steps_with_gradients = 0
         self._leaves: set[int] = set()  # the ids of parameters that received a gradient before the first step
-        self._has_optimizer: bool | None = None  # whether an optimizer updates a parameter with a gradient
+        self._has_optimizer: bool | None = None  # whether an optimizer has a parameter that got a gradient
         self._dtype = torch.bfloat16
         self._stepped_at: tuple[Place | None, Place | None] = (None, None)
         self._new: Storages[Site] = Storages()  # the call of torch.tensor() that made the storage
@@ -119,7 +119,7 @@ class Learning:
                 _add(self._underflow, (tensor == 0) & (other != 0), other != 0)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield a finding if there is a reason why the model does not learn."""
+        """Yield a finding if the measurements show why the model fails to learn."""
         passes, steps, at = self._tracker.backward_passes, self._tracker.steps, self._stepped_at
         updates, underflow = (lost / max(of, 1) for lost, of in (self._updates, self._underflow))
         reason = ""

@@ -24,7 +24,7 @@ _SHARDED = {"FSDPModule", "ReplicateModule"}
 
 
 class Tracker:
-    """Tracks the calls of modules by hooks, and counts passes and optimizer steps.
+    """Uses hooks to track module calls, and counts passes and optimizer steps.
 
     If a model is given, module names are paths in this model. Without a model, module names begin with the
     class of the outermost module that is called. Wrappers such as DistributedDataParallel are left out of the
@@ -159,7 +159,7 @@ class Tracker:
 
 
 def _class_of(module: nn.Module) -> str:
-    """Return the name of a module's class, even if ``fully_shard`` has replaced it by a subclass."""
+    """Return the name of a module's original class, even if ``fully_shard`` changed the class."""
     kinds = type(module).__mro__
     return kinds[2 if kinds[1].__name__ in _SHARDED else 0].__name__
 

@@ -68,8 +68,8 @@ _OVERWRITING = frozenset(
      "random_", "uniform_", "zero_"}
 )  # fmt: skip
 
-# The kernels of these ops call other ops, which autocast casts.
-# Under a dispatch mode, autocast does not see the ops inside these kernels unless it is enabled for them.
+# The kernels of these ops call other ops. Normally, autocast casts the inputs of these inner ops.
+# While a dispatch mode is active, autocast does not see ops inside a kernel, unless `_in_block` is used.
 _AUTOCAST_INSIDE = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
 _ASKED = "_callback_from_stance"  # torch calls this function when the program calls a compiled function
@@ -350,10 +350,10 @@ class Call:
         return str(self.node.name()) if self.forward_site is None else self.forward_site.op
 
     def sites_before(self) -> Iterator[Site]:
-        """Yield the places of the ops that computed the last input, latest op first.
+        """Yield the call sites of the ops that computed this op's last tensor argument, latest op first.
 
-        For a backward op, the last input of its forward op is used. The search follows the first input of
-        each op back as far as autograd has recorded the graph.
+        For a backward op, the search starts at the first argument of its forward op instead. The search
+        follows the first input of each op back as far as autograd has recorded the graph.
         """
         node: Any = None if self.is_backward else self.arguments[-1].tensor.grad_fn
         if self.is_backward and self.node.next_functions:
@@ -432,7 +432,7 @@ class Call:
         return True
 
     def count_unmeasured(self) -> None:
-        """Count the op among those that cannot run again, and whose results are taken as exact."""
+        """Record that the op cannot run again, so that its results are taken as exact."""
         self._region.unseen[self.traits.name] += 1
 
 
@@ -508,7 +508,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return choose_and_note
 
     def _as_in_block(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a fused op, so that autocast casts its inner ops as it does outside this region."""
+        """Wrap a fused op, so that autocast casts inputs of its inner ops as it does outside this region."""
 
         def run_in_block(first: Tensor, *args: Any, **kwargs: Any) -> Any:
             device = first.device.type
@@ -560,7 +560,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
             device, self._block_of_kernel = self._block_of_kernel, ""
             with _in_block(device) if device else nullcontext():
                 output = func(*args, **kwargs)
-        except Exception as error:  # the error is raised again after the observers were called
+        except Exception as error:  # re-raised after the observers have been called
             self.tell("failed", calls[0], error)
             raise
         self._note_owners((args, kwargs), output, calls)
@@ -613,7 +613,10 @@ def is_watched() -> bool:
 
 
 def _in_block(device: str) -> AbstractContextManager[object]:
-    """Let autocast cast the ops inside a kernel, although a dispatch mode hides these ops from autocast."""
+    """Let autocast cast the inputs of the ops inside a kernel.
+
+    Without this context manager, an active dispatch mode hides these ops from autocast.
+    """
     block = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(f"Autocast{device.upper()}"))
     excluded = torch._C._dispatch_tls_local_exclude_set() - block
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)

@@ -1,10 +1,11 @@
 """Describe a rank's part of a tensor by numbers that can be combined with those of other ranks.
 
 A tensor that a single process holds as a whole may be spread over several ranks. Each rank stores numbers
-that depend linearly on its part, so the numbers can be added up after all ranks have written their files.
+that are linear functions of its part. Therefore, the numbers can be added up after all ranks have written
+their files.
 
-- If the tensor is split along a dimension, the ranks' sums over this dimension add up to the sum over the
-  whole tensor. The order of the parts does not matter.
+- If the tensor is split along a dimension, each rank sums its part over this dimension. The total of these
+  sums is the sum of the whole tensor over this dimension. The order of the parts does not matter.
 - If each rank has a partial sum, the ranks' sketches add up to the sketch of the total. (A sketch is a short
   vector of random projections of a tensor.)
 - If each rank has a replica, the ranks' sketches are equal.
@@ -29,7 +30,7 @@ from amp_plugin.numerics.values import real_values, sketch_of
 
 Dims = tuple[int, ...]
 
-_BUCKETS = 64  # a sum with more elements than this is replaced by a sketch of this length
+_BUCKETS = 64  # a summed tensor with more elements than this is replaced by a sketch of this length
 _MOST_VALUES = 16  # all elements of a tensor are stored if it has at most this many elements
 _MOST_DIMS = 4  # a tensor with at most this many dimensions is also summed over pairs of dimensions
 
@@ -49,15 +50,16 @@ class Part:
         shape: The shape of the part. A complex tensor is described as a real tensor with one more dimension
             of size 2. If the part belongs to a flattened tensor, ``shape`` is the shape of the whole tensor
             before flattening.
-        sums: Maps dimensions of the tensor to the sum over these dimensions, or to a sketch of this sum.
+        sums: Maps dimensions of the tensor to the sum over these dimensions, or to a sketch of this sum. The
+            sum is a tensor without these dimensions.
         values: All elements of the part if there are at most 16; else empty.
         whole_shape: The shape of the whole tensor, if it is known; else empty.
-        whole: A sketch of the part that depends on where each element is in the whole tensor. Empty if the
-            positions are not known.
+        whole: A sketch of the part. The sketch depends on the position of each element in the whole tensor.
+            Empty if the positions are not known.
         added: The names of the mesh dimensions along which the parts are shards or partial sums.
-        divided: The number by which the sum of the parts is divided to get the whole tensor. It is above 1
-            only for a partial mean.
-        rounding: The relative difference between the part and the same part without rounding.
+        divided: The number by which the sum of the parts is divided to get the whole tensor. This divisor is
+            above 1 only for a partial mean.
+        rounding: The relative difference between the part and the values that it would have without rounding.
         is_random: Whether the op draws random numbers.
         is_made: Whether the op reads no tensor.
         group: The ranks that take part in the collective; empty for all other ops.

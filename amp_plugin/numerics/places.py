@@ -133,15 +133,15 @@ class Site:
 
 
 class ForwardSites:
-    """Maps the thread and autograd node of each recorded op to the op's site."""
+    """Maps the thread and autograd node of each recorded op to the op's call site."""
 
     def __init__(self) -> None:
-        self._sites: dict[tuple[int, int], Site] = {}  # maps (thread, number of a node) to a site
-        # For each thread, the number of the last autograd node that it made before its first recorded op.
+        self._sites: dict[tuple[int, int], Site] = {}  # keys: (thread, sequence number of a node)
+        # Maps a thread to the sequence number of its last autograd node before its first recorded op.
         self._before: dict[int, int] = dict([self._latest()])
 
     def record(self, op: str, module: str) -> None:
-        """Record the site of the running op, if autograd has just made a node for it."""
+        """Record the call site of the running op, if autograd has just made a node for it."""
         key = self._latest()
         if key in self._sites or key[1] <= self._before.setdefault(*key):
             return
@@ -151,15 +151,15 @@ class ForwardSites:
                 del self._sites[old]
 
     def of(self, node: Any) -> Site | None:
-        """Return the place where the forward op of an autograd node was called. None if it is not known."""
+        """Return the call site of the forward op of an autograd node, or None if the site is not known."""
         if node is None:
             return None
         number = node._sequence_nr()
         found = [self._sites[thread, number] for thread in self._before if (thread, number) in self._sites]
-        # If several threads have made a node with the same number, the site is ambiguous.
+        # If several threads made an autograd node with this sequence number, the call site is ambiguous.
         return found[0] if len(found) == 1 else None
 
     @staticmethod
     def _latest() -> tuple[int, int]:
-        """Return the id of this thread, and the number of the last autograd node that it made."""
+        """Return the id of this thread, and the sequence number of the last autograd node that it made."""
         return threading.get_ident(), torch._C._autograd._get_sequence_nr() - 1

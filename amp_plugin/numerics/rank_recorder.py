@@ -104,7 +104,7 @@ class RankRecorder:
             return
         self._arrives(gradient, name)
         module, _, own_name = name.rpartition(".")
-        # The result of a collective counts as exact, so the rounding errors of its inputs are recorded too.
+        # The result of a collective is taken as exact, so the rounding error of its inputs is recorded.
         exchanged = self._taken.get(gradient)
         taken = 0.0 if exchanged is None else max(exchanged, self._taken_of_weights.get(name, 0.0))
         site = Site(f"gradient of {own_name}", module, None, None, in_block=False)

@@ -28,7 +28,7 @@ class Difference:
     op: str  # the op that made the result
     module: str = ""  # the path of the module; empty outside modules
     line: str = ""  # the line of the program that calls the op; empty if unknown
-    relative: float  # the relative difference (of the results without rounding, if the runs were recorded)
+    relative: float  # the relative difference; recorded runs are compared by their unrounded results
     allowed: float  # the largest difference that rounding explains
     reason: str = ""  # what else is known about the difference
     is_rounding: bool = False  # whether rounding explains it
@@ -65,7 +65,7 @@ class OpRecord:
     reads: tuple[Fingerprint, ...]  # the fingerprints of the inputs in a run without rounding
     eps: float  # the eps of the coarsest dtype among the result and the inputs
     excess: float  # the op's own error, divided by the error that rounding explains
-    taken: float  # the rounding error of the inputs, if the result had to be taken as exact; else 0
+    taken: float  # the rounding error of the inputs if the result was taken as exact; else 0
 
     @property
     def base(self) -> str:
@@ -94,8 +94,8 @@ class Compared(NamedTuple):
     only_first: int  # the number of results that only the first run has
     only_second: int
     differing: list[tuple[int, Difference]]  # (index of the result in the first recording, difference)
-    random: int = 0  # the number of results with different random numbers, which are not compared
-    axes: tuple[Axis, ...] = ()  # the dimensions of the mesh, if a single process is compared with ranks
+    random: int = 0  # the number of results that are not compared, because random numbers differ
+    axes: tuple[Axis, ...] = ()  # the mesh dimensions if only one of the runs had several ranks
 
 
 class Run(NamedTuple):
@@ -135,9 +135,9 @@ class Run(NamedTuple):
         return max((record.step + 1 for record in self.records), default=0)
 
     def gradient_records(self) -> dict[tuple[int, str, int], OpRecord]:
-        """Map (step, name of the weight, count) to the record of a gradient.
+        """Map (step, name of a weight, index of the gradient) to the record of the gradient.
 
-        ``count`` numbers the gradients of a weight within one step, starting at 0.
+        The index counts the gradients of a weight within one step, starting at 0.
         """
         counts: Counter[tuple[int, str]] = Counter()
         found = {}

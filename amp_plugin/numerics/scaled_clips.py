@@ -55,8 +55,8 @@ class _Clip:
         name: The name of the function.
         limit: The limit to which the gradients are clipped.
         places: The lines that called the function, as ``called_from`` returns them.
-        grad: A weak reference to one of the gradients. The reference is set only if no scaler has been called
-            with the gradients' optimizer yet.
+        grad: A weak reference to one of the clipped gradients. It is set only if the optimizer of these
+            gradients has not been passed to a scaler yet.
         version: The version counter of ``grad`` after the clip.
     """
 
@@ -146,9 +146,9 @@ class ScaledClips:
         return watched
 
     def _look(self, name: str, params: list[Tensor], limit: Any) -> bool:
-        """Report a clip of gradients that have not been unscaled.
+        """Report a call that clips gradients before they have been unscaled.
 
-        Return whether a scaler has been called with an optimizer of these parameters.
+        Return whether an optimizer of these parameters has already been passed to a scaler.
         """
         ids, is_known = {*map(id, params)}, False
         for scaler, optimizers in list(self._optimizers.items()):
@@ -161,9 +161,9 @@ class ScaledClips:
         return is_known
 
     def _remember(self, name: str, params: list[Tensor], limit: Any) -> None:
-        """Remember a clip of parameters whose optimizer has not been passed to a scaler yet.
+        """Remember a call that clips gradients whose optimizer has not been passed to a scaler yet.
 
-        Only the first 20 clips are remembered.
+        Only the first 20 calls are remembered.
         """
         grad = next((param.grad for param in params if param.grad is not None), None)
         if grad is None or grad.is_inference() or self._early_looks >= _MOST_LOOKS:
@@ -225,9 +225,10 @@ def _finding(clip: _Clip, scaler: Any, optimizer: Any, numbers: tuple[float, flo
 
 
 def _names_of(wanted: Sequence[object], frame: FrameType | None) -> list[str]:
-    """Return the variable names of objects in the innermost frame that has a variable for each of them.
+    """Return the variable names under which the program holds the given objects.
 
-    Return an empty list if no frame has variables for all these objects.
+    The names come from the innermost frame that has a variable for every object. If no frame has a variable
+    for every object, return an empty list.
     """
     while frame is not None:
         if not str(frame.f_globals.get("__name__")).startswith(("amp_plugin.", "torch.")):

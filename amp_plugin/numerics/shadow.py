@@ -22,7 +22,7 @@ from amp_plugin.precision import short_name
 
 Key = tuple[str, str, str]  # module, op, direction
 
-# An op stands out if its accumulated error is above _JUMP_TO and above _JUMP_BY times all earlier errors.
+# An op stands out if its accumulated error exceeds _JUMP_TO and _JUMP_BY times the largest earlier error.
 _JUMP_TO, _JUMP_BY = 0.05, 10.0
 
 
@@ -84,7 +84,7 @@ class Errors:
         return math.log2(torch.finfo(self.narrow).max / self.largest) if self.largest else math.inf
 
     def cells(self) -> dict[str, str]:
-        """Return the text of a row for each column of the table."""
+        """Map the title of each table column to the text of this row's cell."""
         return {
             "in": short_name(self.narrow),
             "calls": f"{self.calls:,}",
@@ -122,9 +122,9 @@ def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
 class WideRun(Region):  # type: ignore[no-untyped-call]
     """A region that runs each op two more times in a wide dtype such as fp64.
 
-    The first additional run of an op uses the program's own inputs. The second additional run uses the
-    shadows of the inputs. The shadow of a tensor holds the values that the tensor would have without
-    rounding.
+    The first additional run of an op uses the program's own inputs. The second additional run uses the values
+    that the inputs would have without rounding. The values that a tensor would have without rounding are
+    called its shadow.
     """
 
     def __init__(self, model: nn.Module | None, dtype: torch.dtype) -> None:
@@ -137,7 +137,7 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
         """Prepare the arguments of both runs in the wide dtype, from the inputs and their shadows."""
         if call.traits.is_view or not call.is_repeatable:
             return
-        # Arguments that the op writes to are copied, because shadows are only updated from results.
+        # If the op writes to arguments, the additional runs use copies and do not overwrite shadows.
         shadows, copy = self.shadows, bool(call.traits.written)
 
         def arriving(tensor: Tensor) -> Tensor:

@@ -311,9 +311,9 @@ class Storages(Generic[Value]):
 
 
 class ShadowValues(Storages[Tensor]):
-    """Stores a shadow for each storage, which is a flat tensor in a wider dtype.
+    """Keeps a copy in a wider dtype, called a shadow, for each storage.
 
-    A view of a tensor has a view of the tensor's shadow.
+    The shadow of a storage is a flat tensor. All views of a storage share the shadow of this storage.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -321,9 +321,9 @@ class ShadowValues(Storages[Tensor]):
         self.dtype = dtype
 
     def follows(self, tensor: Tensor) -> bool:
-        """Return whether a tensor can have a shadow.
+        """Return whether a copy in the wider dtype (a shadow) can be kept for a tensor.
 
-        The tensor must be dense, and its dtype must not be wider than the shadow's.
+        The tensor must be dense, and its dtype must not be wider than that of the shadow.
         """
         return (
             type(tensor) in PLAIN  # other tensor types wrap a plain tensor or have no memory of their own
@@ -335,15 +335,15 @@ class ShadowValues(Storages[Tensor]):
         )
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the shadow for tensors of this dtype. Integers keep their dtype."""
+        """Return the dtype of the wide copy of a tensor of this dtype. Integers keep their dtype."""
         if dtype.is_complex:
             return self.dtype.to_complex()
         return self.dtype if dtype.is_floating_point else dtype
 
     def plain(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
-        """Return a tensor's own values in the dtype of its shadow.
+        """Return a tensor's own values in the wide dtype.
 
-        A tensor that cannot have a shadow keeps its dtype.
+        If no wide copy can be kept for the tensor, its dtype does not change.
         """
         return tensor.to(self.wide(tensor.dtype) if self.follows(tensor) else tensor.dtype, copy=copy)
 

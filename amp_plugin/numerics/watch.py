@@ -99,7 +99,7 @@ class Origin:
 
     @property
     def explains(self) -> bool:
-        """Whether this inf or nan is a fault. A constant that the program wrote is not a fault."""
+        """Whether this inf or nan is a fault. A constant such as the -inf of a mask is not a fault."""
         return self.kind != "constant"
 
 
@@ -113,7 +113,7 @@ class Watch:
         self, tracker: Tracker, found: Callable[[Finding], None], *, strict: bool, patience: int
     ) -> None:
         self._tracker, self._found, self._strict, self._patience = tracker, found, strict, patience
-        # The origins of overflows in fp16 gradients, by the number of the backward pass.
+        # Maps the number of a backward pass to the origin of the first overflow in its fp16 gradients.
         # A few overflows in a row are normal while the loss scale is still too large.
         self._overflowed: dict[int, Origin] = {}
         self._origins: Storages[Origin] = Storages()
@@ -196,7 +196,7 @@ class Watch:
         return next_batch
 
     def before(self, call: Call) -> None:
-        """Report infs and nans that reach a gradient, and keep values that the op will overwrite."""
+        """Report infs and nans that reach a gradient, and copy values that an in-place op will overwrite."""
         if call.is_backward:
             self._tracker.in_backward(torch._C._current_graph_task_id())
         for origin in self._read_by(call):
@@ -212,7 +212,11 @@ class Watch:
             call.keep(call.changed(lambda tensor: self._widened(tensor).clone(), torch.float64))
 
     def _may_overflow_in_place(self, call: Call) -> bool:
-        """Return whether an op may overflow and also overwrites the inputs that explain the overflow."""
+        """Return whether an in-place op may overflow.
+
+        The inputs of an in-place op that may overflow are copied first, because they are needed to compute
+        the result in float64.
+        """
         if call.is_backward or self._tracker.in_step or not call.is_repeatable:
             return False
         read = [given.tensor for given in call.arguments if given.name not in call.traits.overwritten]
@@ -281,7 +285,10 @@ class Watch:
         return self._wide.plain(tensor) if self._wide.get(tensor) is None else self._wide.of(tensor)
 
     def _trace(self, call: Call, result: Argument) -> None:
-        """Find the origin of an inf or nan in a result, and report it if the result is a weight."""
+        """Find the origin of an inf or nan in an op's result.
+
+        If the op wrote the inf or nan to a weight, report its origin.
+        """
         numbers = [number for name, number in call.numbers.items() if name not in _ORDERS]
         judged = judge(result, call.arguments, call.traits, numbers)
         match judged.verdict:
@@ -310,7 +317,7 @@ class Watch:
             self._in_buffers[owner] = origin
 
     def _origins_of(self, tensors: Iterator[Tensor]) -> Iterator[Origin]:
-        """Yield the origin of each tensor's infs and nans, if the origin has a finding."""
+        """Yield the origin of each tensor's infs and nans, if there is a finding about this origin."""
         origins = (self._origins.get(tensor) for tensor in tensors)
         return (origin for origin in origins if origin is not None and origin.finding is not None)
 
@@ -325,7 +332,7 @@ class Watch:
     def _origin_of(self, call: Call, result: Argument, given: Argument) -> Origin:
         """Return the origin of an inf or nan in an argument.
 
-        The origin's finding names the first op that reads the inf or nan.
+        The finding about this origin names the first op that reads the inf or nan.
         """
         tensor = given.tensor
         origin = self._origins.get(tensor)
@@ -434,7 +441,7 @@ class Watch:
 
     def _reaches_gradient(self, origin: Origin, what: str) -> None:
         found = origin.finding
-        # Whether this is an overflow that too large a loss scale can cause.
+        # Whether a loss scale that is too large can cause this overflow.
         is_scaled = found is not None and (found.kind, found.direction, found.dtype) == _SCALED
         if found is None or not is_scaled or "nan" in found.held or self._strict:
             self._report(origin, what)
@@ -505,7 +512,7 @@ def judge(
     own: list[tuple[Held, Tensor | None]] = [] if unfinite else [(values, None)]  # none from an input
     if unfinite and traits.is_pointwise and (new := _new_elements(result.tensor, unfinite)) is not None:
         own.append((non_finite(result.tensor, new), new))
-    # An op that only copies has made a non-finite value only if none of its arguments contains this value.
+    # An op that merely copies values cannot be the origin of a value that one of its arguments contains.
     if unfinite and traits.moves:
         brought = {name for argument in unfinite for name in argument.held}
         own.append((tuple(name for name in values if name not in brought), None))
@@ -527,7 +534,7 @@ def judge(
 def _are_constants(held: Held, scalars: Sequence[float], *, computes: bool) -> bool:
     """Return whether the infs or nans of a result come from Python numbers among the op's arguments.
 
-    An op that computes may have flipped the sign of an inf, so signs are compared only for ops that copy.
+    Arithmetic may flip the sign of an inf. Signs are therefore compared only for ops that merely copy values.
     """
     if "nan" in held:
         return any(map(math.isnan, scalars))
