@@ -3,7 +3,7 @@
 ``python -m benchmarks`` measures all sections on the CPU, and writes results/ and the figures in docs/.
 ``python -m benchmarks cuda`` measures all sections on a GPU.
 ``python -m benchmarks --only ops clipping`` measures two sections, and keeps the saved figures of all others.
-``python -m benchmarks --check`` measures only figures that have a promised limit, and writes no file.
+``python -m benchmarks --check`` runs only comparisons for which a limit is promised, and writes no file.
 With ``--check``, the exit code is 1 if a promised limit is missed by more than 10 %.
 ``python -m benchmarks --keep`` measures and saves figures, but does not write the documentation.
 ``python -m benchmarks --draw`` writes the documentation from the figures saved for this machine.
@@ -40,7 +40,7 @@ CONSOLE = Console(width=160)
 
 
 def run(section: Section, setting: Setting, *, gated: bool = False) -> SectionRecord:
-    """Measure a section. If ``gated``, measure only comparisons that have a promised limit."""
+    """Measure a section. If ``gated``, run only the comparisons for which a limit is promised."""
     begin = time.perf_counter()
     with threads(section.threads), older_objects_frozen():
         outcomes = [
@@ -125,7 +125,7 @@ def show_promises(report: Report) -> int:
 
 
 def missed(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the promised limits that are missed by more than the tolerance, as text."""
+    """Return a line of text for each result that misses its promised limit by more than the tolerance."""
     return [
         f"{outcome.table}: {outcome.name}: {verdict.text}"
         for outcome in outcomes

@@ -26,7 +26,7 @@ MICRO_BATCHES = 8
 
 
 class Ops(Section):
-    """Time ops inside and outside of autocast regions, and the time to enter and leave a region."""
+    """Measure the time of ops inside and outside regions, and the time to enter and leave a region."""
 
     key = "ops"
 

@@ -25,7 +25,7 @@ class Compiled(Section):
     key = "compiled"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield comparisons with regions around and inside a compiled model, then of a compiled step."""
+        """Compare amp_plugin and torch on regions around and inside a compiled model, then on whole steps."""
         own = OpRules.default(setting.device).with_rule("aten::softmax.int", "fp32")
         regions: dict[str, Region] = {
             "default rules": lambda: autocast(setting.device, BF16),
@@ -81,7 +81,11 @@ def _one_batch(setting: Setting, region: Region, *, inside: bool) -> Callable[[]
 
 
 def training_step(setting: Setting) -> Comparison:
-    """Compare a training step that is compiled as one function, from forward pass to scale update."""
+    """Compare amp_plugin and torch on a training step that is compiled as one function.
+
+    The compiled function contains the forward pass, the backward pass, clipping, the optimizer step and the
+    update of the loss scale.
+    """
     ours = GradScaler(setting.device, init_scale=2.0**10)
     theirs = torch.amp.GradScaler(setting.device, init_scale=2.0**10)
 

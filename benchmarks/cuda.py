@@ -94,13 +94,13 @@ class Bandwidth(Section):
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Compare each op on several sets of gradients with ``copy_`` of one tensor of the same size."""
+        """Compare the bandwidth of each op with that of ``copy_``, for several sets of gradients."""
         for name in ("1 x 100 MB", "ResNet-50", "GPT-2 124M", "1 x 1 GB"):
             yield from bandwidths(setting, name)
 
 
 def bandwidths(setting: Setting, name: str) -> Iterator[Comparison]:
-    """Yield each op for a set of gradients."""
+    """Yield one comparison per op, for the named set of gradients."""
     grads = [torch.randn(shape, device=setting.device) for shape in shapes_of(name, setting)]
     flat = torch.randn(sum(grad.numel() for grad in grads), device=setting.device)
     copied = torch.empty_like(flat)
@@ -127,7 +127,7 @@ Calls = dict[str, tuple[Call, Call | None, float]]
 
 
 def gradient_calls(grads: list[Tensor]) -> Calls:
-    """Return functions that call our ops on gradients, and the ops that pack and unpack stored weights."""
+    """Return functions that call our gradient ops, and our ops that pack and unpack stored weights."""
     half = [torch.empty_like(grad, dtype=torch.bfloat16) for grad in grads]
     low = [torch.empty_like(grad, dtype=torch.int16) for grad in grads]
     factor = torch.tensor(1.0000001, device=grads[0].device)

@@ -26,12 +26,12 @@ HOOKED = "hooks on modules"
 
 
 class Diagnosis(Section):
-    """Time an op after a diagnose block, batches inside the block, and training steps with a run report."""
+    """Measure the time that a diagnose block adds to ops, and the time that a run report adds to steps."""
 
     key = "diagnosis"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield comparisons of an op after diagnose, batches inside diagnose, and steps with a run report."""
+        """Yield comparisons with and without a diagnose block, then with and without a run report."""
         yield not_armed(setting)
         for name, make in (
             ("GPT 6 x 64, launch-bound", launch_bound_gpt),

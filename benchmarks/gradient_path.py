@@ -40,7 +40,7 @@ def shapes_of(name: str, setting: Setting) -> Shapes:
 
 
 class Gradients:
-    """Parameters with gradients, an optimizer, a GradScaler of amp_plugin, and one of torch."""
+    """Parameters with gradients, their optimizer, and two scalers: amp_plugin's and torch's GradScaler."""
 
     def __init__(self, shapes: Shapes, device: str) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -128,7 +128,7 @@ def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
 
 
 def per_tensor(setting: Setting) -> Iterator[Comparison]:
-    """Time how the native core looks up and reads 1000 small gradients, and yield the time per tensor."""
+    """Measure the time per tensor in which the native core looks up and reads 1000 small gradients."""
     bench = Gradients(shapes_of("1000 x 1 KB", setting), setting.device)
     native: Any = native_core().extension
     ledger, factor = native.GradientLedger, torch.tensor(SCALE, device=setting.device)
@@ -176,7 +176,7 @@ class Clipping(Section):
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield a comparison of in-place clipping for each set of gradients."""
+        """For each set of gradients, compare our in-place clipping with torch's clipping."""
         names = ["ResNet-50", "GPT-2 124M", "1000 x 100 KB", "1000 x 1 KB"]
         for name in names if setting.device == "cpu" else [*names, *LARGE_ON_CUDA]:
             bench = Gradients(shapes_of(name, setting), setting.device)
@@ -222,7 +222,7 @@ def _promised(setting: Setting, name: str, on_cpu: float | None) -> tuple[Gate, 
 
 
 class Counts(Section):
-    """Time unscaling and clipping per tensor, for a growing number of tensors."""
+    """Measure how long unscaling and clipping take per tensor, for a growing number of tensors."""
 
     key = "tensors"
     threads = 0

@@ -91,8 +91,8 @@ class Gate:
     Attributes:
         limit: The limit of the measure.
         measure: The measure, a key of ``MEASURES``.
-        against: The label of the variant that amp_plugin is compared with. The measure ``"ours"`` needs no
-            other variant, so ``against`` is then the label of amp_plugin.
+        against: The label of the variant that amp_plugin is compared with. The measure ``"ours"`` compares
+            nothing, so a gate with this measure has the label of amp_plugin as ``against``.
     """
 
     limit: float
@@ -178,7 +178,7 @@ class Outcome:
     Attributes:
         times: Maps the label of each variant to a summary of its samples, divided by ``Comparison.per``.
         ratios: Maps the label of each other variant to a summary of our samples divided by that variant's
-            samples. Variants with a sample of 0 are left out.
+            samples. A variant is left out if one of its measured values is 0.
     """
 
     name: str

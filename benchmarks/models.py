@@ -55,7 +55,10 @@ class GPT(nn.Module):
         self.head = nn.Linear(size.width, size.words, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the loss of predicting each token, int64 (batch, length), from earlier tokens."""
+        """Return the loss of predicting each token from the tokens before it.
+
+        The tokens are int64 of shape (batch, length).
+        """
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)

@@ -34,17 +34,17 @@ class Setting:
 
     @property
     def host_clock(self) -> Clock:
-        """The clock for work that spends most of its time launching ops."""
+        """The timer for work that spends most of its time launching ops."""
         return thread_time if self.device == "cpu" else synchronised_time
 
     @property
     def memory_clock(self) -> Clock:
-        """The clock for work whose speed is limited by memory bandwidth."""
+        """The timer for work whose speed is limited by memory bandwidth."""
         return wall_time if self.device == "cpu" else event_time
 
     @property
     def device_clock(self) -> Clock:
-        """The clock for the computing time of the device, without the time to launch kernels."""
+        """The timer that measures how long the device computes, without the time to launch kernels."""
         return wall_time if self.device == "cpu" else device_time
 
     def sized(self, usual: T, tiny: T) -> T:
@@ -87,7 +87,7 @@ class Section:
     plots: tuple[Plot, ...] = ()
 
     def comparisons(self, setting: Setting) -> Iterable[Comparison]:
-        """Yield the comparisons one at a time, because a comparison may need much memory."""
+        """Yield the comparisons one at a time, because a single comparison can need a lot of memory."""
         raise NotImplementedError
 
 

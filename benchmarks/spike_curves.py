@@ -4,9 +4,11 @@
 ``python -m benchmarks.spike_curves --quick`` trains with one seed instead of five, as a quick test.
 
 A character model is trained on the source code of this package in bf16. In one of every fifty steps, all
-gradients are multiplied by a factor, as a corrupt training example would do. The detection rate of a factor k
-is computed from runs without spikes. A step with gradient norm n counts as detected if k * n is above the
-spike limit of that step.
+gradients are multiplied by a factor, as a corrupt training example would do.
+
+The table shows which share of spikes would be detected if a spike made the gradient norm k times as large.
+This share is computed from runs without spikes. A step with gradient norm n counts as detected if k * n is
+above the spike limit of that step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Train models with each format of optimizer state from several seeds, and compare the final losses.
 
-``python -m benchmarks.state_losses FILE --seconds 100`` trains the runs that FILE lacks, for 100 seconds.
+``python -m benchmarks.state_losses FILE`` trains the models of all runs that are not in FILE yet.
+``python -m benchmarks.state_losses FILE --seconds 100`` starts no further run after 100 seconds.
 ``python -m benchmarks.state_losses FILE --draw PLOT`` plots the runs in FILE.
 
 A character GPT, a ViT and a ResNet for digits have about 65,000 parameters each. A second GPT has 10 million
@@ -161,9 +162,11 @@ def draw(runs: list[dict[str, Any]], file: Path) -> None:
 def difference(
     runs: list[dict[str, Any]], case: str, optimizer: str, rate: float, state: str
 ) -> tuple[float, float] | None:
-    """Return the mean difference of the final loss over seeds, and half of its 95 % confidence interval.
+    """Compare the final losses of runs with compressed optimizer state and with float32 state.
 
-    The result is None if the runs with float32 state diverge.
+    The result is the mean over seeds of the difference between the two final losses, and half the width of
+    the 95 % confidence interval of this mean. Both numbers are divided by the standard deviation of the
+    float32 losses. The result is None if a run with float32 state diverges.
     """
     by_seed: dict[int, dict[str, float]] = {}
     for run in runs:

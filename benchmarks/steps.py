@@ -80,14 +80,14 @@ class MadeGradients(torch.autograd.Function):
 
 
 class Steps(Section):
-    """Compare unscale, clip, step and update with torch's scaler and with the optimizer alone."""
+    """Compare optimizer steps with amp_plugin's scaler, with torch's scaler, and without a scaler."""
 
     key = "steps"
     threads = 0
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield comparisons for fused AdamW on all parameter sets, other optimizers, and 16-bit weights."""
+        """Yield comparisons for fused AdamW, then for other optimizers, then for 16-bit weights."""
         names = ("ResNet-50", "GPT-2 124M", "1000 x 100 KB", "1000 x 1 KB")
         for name in names:
             yield whole_step(setting, name, "fused AdamW")
@@ -243,7 +243,10 @@ def in_one_thread(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def without_scale(setting: Setting, name: str, optimizer: str) -> Comparison:
-    """Compare clip and step without a loss scale, as in bf16 or fp32. The backward pass is not timed."""
+    """Compare our clipping and optimizer step with torch's, without a loss scale, as in bf16 or fp32.
+
+    The backward pass is not timed.
+    """
     trained = Trained(shapes_of(name, setting), setting.device, optimizer, scaled=False)
     calls: dict[str, Callable[[], object]] = {
         OURS: trained.step_ours,

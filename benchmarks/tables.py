@@ -117,7 +117,7 @@ def caption(report: Report, record: SectionRecord) -> str:
 
 
 def section(report: Report, key: str, figures: Sequence[str] = ()) -> str:
-    """Return all tables and plots of a section as Markdown, with the machine that measured them."""
+    """Return all tables and plots of a section as Markdown, with a caption that describes the machine."""
     record = report.sections[key]
     parts = []
     for name, rows in grouped(record.outcomes).items():
@@ -162,7 +162,7 @@ def parts(report: Report) -> str:
 
 
 def summary(report: Report, most: int = 10) -> str:
-    """List up to ``most`` comparisons for which a ratio to torch or to a stock plugin is promised.
+    """List comparisons for which a ratio to torch or to a stock plugin is promised, at most ``most`` of them.
 
     The first comparison of each section is chosen, then the second of each section, and so on. The chosen
     comparisons are listed in the order of the report.

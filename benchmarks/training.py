@@ -1,4 +1,4 @@
-"""Compare whole training steps of GPT-2 and ResNet-50 on a GPU with torch.amp.
+"""Compare amp_plugin with torch.amp on whole training steps of GPT-2 and ResNet-50 on a GPU.
 
 A training step consists of forward, backward, clipping and fused AdamW.
 """
@@ -99,7 +99,7 @@ class Training:
             self.peak = torch.cuda.max_memory_allocated() - before
 
     def step(self) -> torch.Tensor:
-        """Take a training step. Return its loss, which was computed before the weights changed."""
+        """Take a training step, and return the loss that was computed before the weights changed."""
         with self.region():
             loss: torch.Tensor = self.model(self.batches[self.steps % 2])
         self.scaler.scale(loss).backward()
@@ -123,7 +123,7 @@ class TrainingSteps(Section):
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield comparisons of both models with torch, then of the ways to store GPT-2's weights."""
+        """Compare amp_plugin with torch on both models, then on GPT-2 for each way to store its weights."""
         for name, make in MODELS.items():
             fp32 = Training(setting, make, "fp32", ours=False)
             for precision in DTYPES:

@@ -30,7 +30,7 @@ MODELS = {
 
 
 class StoredWeights(Section):
-    """Time passes with bf16 weights and float32 gradients, and measure the memory of all weight formats."""
+    """Measure the time of training with stored weights, and the memory of all weight formats."""
 
     key = "weights"
 

@@ -28,5 +28,5 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Point links to recipes and to ARCHITECTURE.md at their pages on the site."""
+    """Rewrite links to recipes and to ARCHITECTURE.md so that they lead to pages of the site."""
     return _TO_ARCHITECTURE.sub(r"](\1architecture.md)", _TO_RECIPE.sub(r"](\1recipes/\2.md)", markdown))
