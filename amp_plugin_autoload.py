@@ -11,8 +11,8 @@ import os
 def bind() -> None:
     """Apply the environment variables ``AMP_PLUGIN_RULES`` and ``AMP_PLUGIN_TAKEOVER``.
 
-    If the amp_plugin installation is broken, this function only prints an error message. If a variable
-    has an invalid value, OptionError is raised, because the user has set the variable.
+    If the amp_plugin installation is broken, this function only prints an error message. If a variable has an
+    invalid value, OptionError is raised, so that the user can correct the value.
     """
     given = [name for name in ("AMP_PLUGIN_RULES", "AMP_PLUGIN_TAKEOVER") if os.environ.get(name)]
     if not given:

@@ -30,9 +30,9 @@ _REGISTER: Final = (
 def unscaled_hooks(scaler: Any) -> Iterator[None]:
     """Pass unscaled gradients to all gradient hooks that are registered inside the block.
 
-    A gradient that a hook returns or changes in place is multiplied by the loss scale again. Hooks that are
-    registered outside the block are not affected. The block only has to be open while hooks are registered,
-    not during training.
+    If a hook returns a gradient or changes it in place, the result is multiplied by the loss scale before the
+    backward pass continues. Hooks that are registered outside the block are not affected. The block only has
+    to be open while hooks are registered, not during training.
 
     The block affects ``register_hook`` of tensors, and ``register_full_backward_hook`` and
     ``register_full_backward_pre_hook`` of modules. Hooks registered with

@@ -1,4 +1,4 @@
-"""Decides in which number formats a device computes fast, and which precision "auto" chooses for it.
+"""Determines which number formats are fast on a device, and which precision "auto" chooses for it.
 
 The hardware's generation decides. ``torch.cuda.is_bf16_supported()`` is not used, because it also returns
 True for GPUs that only emulate bfloat16. The table ``NEEDS`` lists the hardware on which each format is

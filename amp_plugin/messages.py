@@ -69,7 +69,7 @@ class OptionError(ValueError, TypeError):
         return self._text
 
     def set_by(self, sources: Mapping[str, str]) -> None:
-        """Add to the error's message where the option was set. ``sources`` maps options to places."""
+        """Add the source of the option to the error message. ``sources`` maps each option to its source."""
         options = (self.option, *self._others)
         named = [name for name in options if sources.get(name, self.source) != "argument"]
         if named and self.source == "argument":
@@ -79,7 +79,7 @@ class OptionError(ValueError, TypeError):
 
 @contextmanager
 def naming(sources: Mapping[str, str]) -> Iterator[None]:
-    """In the block, make option errors name the source of the option. ``sources`` maps options to places."""
+    """Add the source of the option to errors in the block. ``sources`` maps each option to its source."""
     try:
         yield
     except OptionError as error:

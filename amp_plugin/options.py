@@ -146,7 +146,8 @@ class LossScaleOptions:
     The first four options can be passed by position, as in ``torch.amp.GradScaler``.
 
     Raises:
-        OptionError: A value has the wrong type, a number is out of range, or a word is unknown.
+        OptionError: A value has the wrong type, a number is out of range, or a string is not an allowed
+            value.
     """
 
     init_scale: Annotated[float, Doc("The first loss scale.")] = field(default=2.0**16, kw_only=False)

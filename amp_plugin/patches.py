@@ -1,4 +1,4 @@
-"""Patches attributes temporarily, and gives new instances of a library's class a second class."""
+"""Patches attributes temporarily, and makes new instances of a library's class instances of a subclass."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ class LayerFormats:
         require_matches(models, self.patterns, option="formats")
 
     def of(self, model: nn.Module, left_out: Collection[str] = ()) -> dict[str, str]:
-        """Return a dict from the names of the Linear layers that will be converted to their formats.
+        """Return a dict that maps the name of each Linear layer that will be converted to the layer's format.
 
         Args:
             model: The model with the Linear layers. Layers that are already converted are left out.
@@ -321,7 +321,7 @@ def is_within(name: str, modules: Collection[str]) -> bool:
 def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
     """Make the filter of Accelerate's AORecipeKwargs also exclude the modules in ``names``.
 
-    If the recipe has no filter, the first and the last Linear layer are also left out, as Accelerate does.
+    If the recipe has no filter, the first and last Linear layers are also excluded, as in Accelerate.
     """
     own = recipe.module_filter_func
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -341,10 +341,10 @@ def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
 class LayerInput:
     """A forward pre-hook that checks and casts the input of a converted layer.
 
-    The hook raises an error if the format does not support the number of input rows in training. In emulated
-    mxfp8 the hook also casts the input to the dtype of the weight, because torchao's emulation multiplies
-    input and weight without a cast. The cast does not change results, because the quantizer rounds a bfloat16
-    number exactly like the float32 number with the same value.
+    During training, the hook raises an error if the format does not support the number of rows of the input.
+    In emulated mxfp8 the hook also casts the input to the dtype of the weight, because torchao's emulation
+    multiplies input and weight without a cast. The cast does not change results, because the quantizer rounds
+    a bfloat16 number exactly like the float32 number with the same value.
     """
 
     layer: str
@@ -353,11 +353,13 @@ class LayerInput:
     casts: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Check the number of input rows in training. Return the new arguments if the input was cast.
+        """Check the number of rows of a layer's input during training, and cast the input if needed.
+
+        Return the new arguments if the input was cast, else None.
 
         Raises:
-            ValueError: In training, the number of input rows is not a multiple of the number that the format
-                requires.
+            ValueError: The layer is training, and the number of rows of its input is not a multiple of the
+                number that the format requires.
         """
         x = args[0] if args else None
         if not isinstance(x, Tensor):
@@ -423,8 +425,8 @@ def convert(
         model: The model, which is changed in place.
         format_name: ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``. With ``"bf16"`` only the layers
             that ``formats`` names are converted.
-        formats: Other formats for some layers. Give a mapping from name patterns or class names to formats,
-            or the path of a YAML file. The first pattern that matches a layer decides its format.
+        formats: Other formats for some layers, as a mapping from name patterns or class names to formats, or
+            as the path of a YAML file. The first pattern that matches a layer decides its format.
         fp32_modules: Names, patterns or class names of modules whose layers are not converted.
         recipe: torchao's configuration of the format, or the name of a torchao recipe.
         emulate: True emulates the format. Emulation gives correct numbers on any device, but it is slow.

@@ -100,7 +100,7 @@ def native_core() -> NativeCore:
 def require_native(feature: str) -> NativeCore:
     """Return the native core, or raise RuntimeError if it is not loaded.
 
-    The error message gives the reason, and names the ``feature`` that needs the core.
+    The error message gives the reason, and names the ``feature`` that needs the native C++ core.
     """
     core = native_core()
     if not core.loaded:
@@ -193,7 +193,10 @@ def vector_widths() -> tuple[str, ...]:
 
 
 def core_name(width: str) -> str:
-    """Return a core's file name, with torch's release, the vector width, and a hash of all its inputs."""
+    """Return the file name of a compiled C++ core.
+
+    The name contains torch's release, the vector width, and a hash of the sources and of other build inputs.
+    """
     release = torch.__version__.partition("+")[0]  # CPU and CUDA builds share a core
     files = [*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h")]
     sources = {file.name: file.read_text() for file in files}
@@ -214,10 +217,10 @@ def compile_flags(width: str) -> list[str]:
 
 
 def compile_core(folder: Path, width: str) -> Path:
-    """Compile a core into an empty folder, in a child process.
+    """Compile the C++ core into an empty folder, in a child process.
 
-    If this CPU can run the core, the child process also loads the core. If the child process fails, raise a
-    RuntimeError with its complete output.
+    If this CPU can run the compiled library, the child process also loads it. If the child process fails,
+    raise a RuntimeError with its complete output.
     """
     units = sorted(str(file) for file in SOURCES.glob(UNITS))
     if not units:

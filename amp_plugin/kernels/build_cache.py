@@ -1,8 +1,8 @@
 """The build cache is a folder that only its owner can write. Files are checked before they are used.
 
-Each file ends with a seal, which is the SHA-256 hash of everything before it. A truncated or damaged file
-does not match its seal, and is rebuilt. Loaders of libraries and cubins ignore the seal, because it comes
-after the last section of the ELF file.
+Each file ends with a checksum, which is the SHA-256 hash of everything before it. A truncated or damaged file
+does not match its checksum, and is rebuilt. Loaders of libraries and cubins ignore the checksum, because it
+comes after the last section of the ELF file.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def digest(parts: Mapping[str, str]) -> str:
 def obtain(file: Path, make: Callable[[Path], Path], *, rebuild: bool = False) -> Path:
     """Return a cached file. If the file is missing, one process calls ``make`` to build it.
 
-    ``make`` gets an empty folder, builds the file, and returns its path. Files that do not match their seal
-    count as missing.
+    ``make`` gets an empty folder, builds the file, and returns its path. Files that do not match their
+    checksum count as missing.
 
     Raises:
         OSError: the cached file cannot be written.
@@ -95,7 +95,7 @@ def obtain(file: Path, make: Callable[[Path], Path], *, rebuild: bool = False) -
 
 
 def is_cached(file: Path) -> bool:
-    """Return True if a file is in the cache and matches its seal."""
+    """Return True if a file is in the cache and matches its checksum."""
     if not file.exists():
         return False
     _require_trusted(file.parent)
@@ -105,7 +105,7 @@ def is_cached(file: Path) -> bool:
 
 
 def read_cached(file: Path) -> bytes:
-    """Return the content of a cached file without the seal."""
+    """Return the content of a cached file without the checksum at its end."""
     return file.read_bytes().rpartition(_SEAL)[0]
 
 
@@ -121,7 +121,7 @@ def _require_writable(file: Path) -> None:
 
 
 def _seal(file: Path) -> None:
-    """Append the seal and flush the file to disk, before the file gets its final name."""
+    """Append the checksum and flush the file to disk, before the file gets its final name."""
     hashed = hashlib.sha256(file.read_bytes()).digest()
     with file.open("ab") as whole:
         whole.write(_SEAL + hashed)

@@ -5,9 +5,9 @@ rounded once when they are written. :mod:`amp_plugin.kernels.ops` states the con
 
 **Ranks.** The norms of different ranks cannot be added, but the p-th powers of these norms can. Each rank
 therefore sends one float64 sum of ``norm ** p`` per sharding layout. The last number that a rank sends is 1
-if any of its gradients is not finite, and 0 otherwise. A single collective adds up the numbers of all ranks.
-If p is inf, the collective takes the maximum of the norms instead. If p is -inf, the collective takes the
-maximum of the negated norms.
+if any of its gradients is not finite, and 0 otherwise. A single collective adds up the sums and the flags of
+all ranks. If p is inf, the collective takes the maximum of the norms instead. If p is -inf, the collective
+takes the maximum of the negated norms.
 
 **Weights.** A float32 weight is stored as a pair of two 16-bit halves, as docs/decisions/weights_in_pairs.md
 explains.
@@ -235,9 +235,8 @@ def judge_step_(
     The statistics are updated with the value of each step. After warm-up, if a value is above the limit, the
     statistics are updated with the limit instead. Therefore a single spike raises the limit only slightly,
     but a lasting rise of the values is accepted after some steps. The statistics stay unchanged if a gradient
-    overflowed, while ``held`` is 1, or if the number that they would be updated with is not finite. During
-    the first ``window`` steps the mean is an arithmetic mean, and afterwards it is an exponential moving
-    average.
+    overflowed, if ``held`` is 1, or if the new value is not finite. During the first ``window`` steps the
+    mean is an arithmetic mean, and afterwards it is an exponential moving average.
 
     Args:
         values: One-element tensors (float32 or float64, on the same device). The sum of ``values`` is
@@ -249,14 +248,15 @@ def judge_step_(
         sigma: The number of standard deviations above the mean at which a step counts as a spike.
         window: The number of steps over which the values are averaged.
         warmup: The number of steps that must come before a step can count as a spike.
-        least_deviation: The smallest standard deviation, as a fraction of the mean.
+        least_deviation: The lower limit for the standard deviation, as a fraction of the mean.
         action: The number of the action at a spike: 0, 1 or 2.
 
     Returns:
         A float32 tensor of 6 elements. The first element is 1 if the step is skipped, else 0. The second
-        element is the factor for the gradients. The third element is a code (1 for a spike, 2 for a held
-        step, else 0). The last three elements are the value of the step, the limit (float32's largest number
-        during warm-up), and the norm times the factor.
+        element is the factor by which the gradients must be multiplied. The third element is 1 for a spike, 2
+        for a step that is finite while ``held`` is 1, and otherwise 0. The fourth element is ``sum(values)``.
+        The fifth element is the limit, or float32's largest number during warm-up. The sixth element is
+        ``norm`` times the second element.
     """
     mean, variance, steps, held_before = (number.clone() for number in statistics)
     value = torch.stack([value.reshape(()).to(mean.dtype) for value in values]).sum()
@@ -304,8 +304,8 @@ def pack_measurements_(
         found_infs: The ``found_inf`` of each group of gradients.
         slots: For each norm, the index of its sharding layout in ``packed``.
         replicas: For each sharding layout, the number of ranks that hold the same gradients. Ranks with the
-            same gradients contribute the same power, so each of them divides the power by the number of these
-            ranks.
+            same gradients all send the same ``norm ** p``, so each rank first divides it by the number of
+            these ranks.
         norm_type: The order of the norm.
     """
     fits = len(norms) == len(slots) and all(0 <= slot < len(replicas) for slot in slots)
@@ -365,8 +365,8 @@ def _refuse_counts(op: str, masters: Sequence[Tensor], **others: Sequence[Tensor
 def pack_weights_(masters: Sequence[Tensor], high: Sequence[Tensor], low: Sequence[Tensor]) -> None:
     """Split float32 weights into pairs of a bfloat16 and an int16 tensor of the same shape.
 
-    The bfloat16 half is the weight rounded to nearest. Ties are rounded away from zero, so that the split is
-    reversible. NaNs whose bfloat16 half would not be a NaN become the default NaN.
+    The bfloat16 tensor holds the weights rounded to nearest. Ties are rounded away from zero, so that the
+    split is reversible. A NaN that would not be a NaN in bfloat16 is replaced by the default NaN.
     """
     _refuse_counts("pack_weights_", masters, high_halves=high, low_halves=low)
     for master, upper, lower in zip(masters, high, low, strict=True):
@@ -675,7 +675,7 @@ RULES: Final = {
 }
 """Maps names to the rules of :func:`step_`. ``csrc/rules`` has the same rules in C++ and CUDA."""
 
-# Maps each kind of state to the ``state`` argument of draws(), which selects its random bits.
+# The ``state`` argument of draws() for each kind of state. Each argument selects other random bits.
 _DRAWS: Final = {"square": 1, "second square": 2}
 
 
@@ -705,8 +705,8 @@ def step_(
         states: The first state of every parameter, then the second state of every parameter, and so on. Each
             state is float32 or bfloat16 in the shape of its parameter, or 8-bit codes (see
             :mod:`.state_codes`). States are written.
-        counters: The first counter of every parameter (one element, float32 or float64), then the second
-            counter of every parameter (float32). Counters are written.
+        counters: The step count of every parameter (one element, float32 or float64). If the rule has a
+            second counter, the second counter of every parameter (float32) follows. Counters are written.
         remainders: The int16 tensors that together with the bfloat16 parameters give float32 weights, or an
             empty list. Remainders are written.
         rule: A key of :data:`RULES`.

@@ -2,7 +2,7 @@
 
 The closure runs backward on ``scaler.scale(loss)`` and returns the unscaled loss. After each call the
 gradients are unscaled and checked. If a gradient is inf or nan, the step ends, and its changes so far are
-undone. An optimizer may use the present gradients before it calls the closure, so these are checked too.
+undone. An optimizer may use existing gradients before it calls the closure, so they are checked too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run(state: OptimizerState, closure: Closure) -> Any:
     before = state.backwards
     with torch.enable_grad():
         loss = closure()
-    # If the closure has run no backward pass, keep the norm from before an earlier clip.
+    # Without loss scaling, discard the stored norm if the closure has changed a gradient.
     state.forget_stale_norm()
     if state.shared.enabled:
         unscaled = state.backwards == before and None in state.scales_carried()
@@ -68,10 +68,10 @@ def step(
 
     ::
 
-        Skip the step if the optimizer may use the present gradients first, and one of them is inf or nan.
+        If the optimizer may use gradients before it calls the closure, and one is inf or nan, skip the step.
         In each call of the closure:
             Run the closure, and unscale and measure the gradients.
-            If a gradient is inf or nan, leave the step and undo its changes.
+            If a gradient is inf or nan, abort the step and undo its changes.
             Otherwise clip the gradients, and let the optimizer continue.
 
     Args:

@@ -51,7 +51,7 @@ class ScalerCore:
         self.awaits_update = False
         self.last_scale: LossScale | None = None
         self.last_task = -1
-        # Returns the factor by which ``last_scale`` has changed since its backward pass began.
+        # Returns the factor by which ``last_scale`` has changed since the last scaled backward pass began.
         self._change: Change = lambda: None
 
     def __iter__(self) -> Iterator[OptimizerState]:
@@ -227,7 +227,11 @@ class ScalerCore:
 
     @property
     def has_scaled(self) -> bool:
-        """Whether a loss has been scaled, or an optimizer has stepped in a batch without a loss."""
+        """Whether a loss scale has been initialized.
+
+        The first scaled loss initializes its loss scale. Under Lightning and Accelerate, a step in a batch
+        without a loss initializes the default loss scale.
+        """
         return self.shared.enabled and bool(self.shared.used_scales())
 
     @property
@@ -278,7 +282,7 @@ class ScalerCore:
     ) -> StepResult:
         """Record a step that was taken without this scaler, and return its result.
 
-        ``update()`` may follow, as after a step of this scaler.
+        A call of ``update()`` may follow, but is not required.
 
         Args:
             optimizer: The optimizer that stepped.

@@ -72,7 +72,7 @@ class GradScaler(TorchNames):
     optimizers, losses and calls there are::
 
         scale(loss)       Apply a requested update, and return the loss times the loss scale.
-        backward begins   Multiply gradients that have another loss scale, or none, by new/old.
+        backward begins   Rescale gradients of earlier backward passes to the loss scale of the new pass.
         step(optimizer)   Unscale the gradients, and step if all gradients on all ranks are finite.
         update()          Request an update. The loss scale changes after every registered optimizer has
                           used its scaled gradients. end_iteration(), get_scale() and the next scale()
@@ -169,7 +169,7 @@ class GradScaler(TorchNames):
         """Register optimizers before their first step.
 
         A plain loop with one optimizer does not need this method. With several optimizers, the loss scale
-        does not change while a registered optimizer has scaled gradients.
+        changes only after every registered optimizer has used its scaled gradients.
 
         Args:
             *optimizers: The optimizers.
@@ -284,8 +284,8 @@ class GradScaler(TorchNames):
             The norm before clipping (float32, 0-dim). There is no host sync.
 
         Raises:
-            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; or no known optimizer has
-                these parameters.
+            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set. Also raised if no known
+                optimizer has these parameters.
             TypeError: An argument has the wrong type.
             ValueError: ``max_norm`` is negative or nan.
         """
@@ -345,8 +345,8 @@ class GradScaler(TorchNames):
             it (float32, 0-dim). No host sync.
 
         Raises:
-            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; or for the reasons listed
-                in :meth:`step`.
+            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set. Also raised for the
+                reasons listed in :meth:`step`.
             AssertionError: As :meth:`step`.
             TypeError: An argument has the wrong type.
             ValueError: ``max_norm`` is negative or nan.
@@ -478,10 +478,11 @@ class GradScaler(TorchNames):
                 multiplied by the ratio of the new to the old loss scale.
 
         Raises:
-            AssertionError: No loss has been scaled yet; or ``new_scale`` is None, and no gradient has been
-                unscaled, clipped or used by a step since the last update. As in torch.
-            FloatingPointError: The host has just learned that a step was skipped, and :meth:`step` would have
-                raised this error.
+            AssertionError: No loss has been scaled yet. Also raised if ``new_scale`` is None and no gradient
+                has been unscaled, clipped or used by a step since the last update. torch.amp raises the same
+                error.
+            FloatingPointError: An earlier step was skipped, and the host has only now learned of the skip.
+                :meth:`step` lists the conditions for this error.
         """
         shared = self.core.shared
         self.core.log.read()
@@ -551,8 +552,8 @@ class GradScaler(TorchNames):
 
         Raises:
             KeyError: The state lacks some of torch's keys.
-            RuntimeError: The state is empty, as in torch; or there is a scaled float16 gradient that no
-                optimizer has used yet.
+            RuntimeError: ``state_dict`` is empty, which is also an error in torch.amp. Also raised if a
+                scaled float16 gradient has not been used by an optimizer yet.
         """
         if not self.is_enabled():
             self.core.shared.load_spikes(state_dict)

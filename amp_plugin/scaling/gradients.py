@@ -1,8 +1,8 @@
-"""Groups the gradients of an optimizer into batches. One kernel call measures or multiplies a batch.
+"""Groups the gradients of an optimizer, so that one kernel call can measure or multiply a whole group.
 
-The gradients of a batch are on one device and have one shard layout. For a sparse gradient, the kernel gets
-its values; for a DTensor, it gets the local tensor. The native core collects gradients about ten times as
-fast as Python.
+A :class:`GradientBatch` is one group. Its gradients are on one device and have one shard layout. For a sparse
+gradient, the kernel gets its values; for a DTensor, it gets the local tensor. The native core collects
+gradients about ten times as fast as Python.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ class GradientBatch(NamedTuple):
     run: Callable[..., Any]
 
     def measure(self, factor: Tensor, norm_type: float, *, divide: bool = False, write: bool) -> Measurement:
-        """Measure gradients times ``factor``, or divided by it. With ``write``, also write the results."""
+        """Measure the norm and the overflows of the gradients, multiplied or divided by ``factor``.
+
+        If ``divide`` is True, the gradients are divided. If ``write`` is True, they are changed in place.
+        """
         op = "unscale_" if write else "norm_check"
         found: tuple[Tensor, Tensor, Tensor] = self.run(op, factor, norm_type, divide)
         return Measurement(*found, self.params, self.layout)
@@ -117,9 +120,10 @@ class GradientBatch(NamedTuple):
 def measured(
     params: list[Tensor], scale: LossScale | Tensor | None, norm_type: float = 2.0, *, write: bool = False
 ) -> list[Measurement]:
-    """Measure gradients divided by a loss scale. With ``write``, also store the quotients in the gradients.
+    """Measure the norm and the overflows of gradients divided by a loss scale.
 
-    If ``scale`` is a tensor (float32, 0-dim), gradients are multiplied by that number instead.
+    If ``scale`` is a tensor (float32, 0-dim), the gradients are multiplied by that number instead. If
+    ``write`` is True, the gradients are changed in place.
     """
     found = []
     for batch in batches_of(params):
@@ -136,8 +140,8 @@ def multiply_(
 ) -> None:
     """Multiply the gradients of parameters by a number on the device (0-dim).
 
-    If ``max_norm`` is given, ``factor`` is the norm of the gradients, and the gradients are clipped unless
-    ``found_inf`` is 1.
+    If ``max_norm`` is given, ``factor`` must be the norm of the gradients. The gradients are then clipped to
+    ``max_norm`` instead, unless ``found_inf`` is 1.
     """
     for batch in batches_of(params):
         batch.multiply_(factor, max_norm, found_inf)
@@ -184,7 +188,7 @@ def first_float16(params: list[Tensor]) -> Tensor | None:
 
 
 def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
-    """Return the gradients of ``params`` in batches.
+    """Group the gradients of ``params``, so that one kernel call can process all gradients of a group.
 
     Gradients that are Partial DTensors, float16 COO tensors, or lazily conjugated or negated are first
     replaced in ``.grad``.

@@ -3,20 +3,22 @@
 A gradient *carries* the loss scale that it is multiplied by. An unscaled gradient carries nothing. A record
 belongs to a parameter and not to an optimizer, so optimizers that share a parameter share its record. Only
 the ledger changes a record. To *use* a gradient is to unscale it by ``unscale_``, to clip it, or to step with
-it. Five events change a record:
+it. Five events change a record. The table shows what happens to an unscaled gradient, and to a gradient that
+carries the loss scale S:
 
 =================================== =================== ============================== ==================
-event                               carries nothing     carries S                      method
+event                               unscaled gradient   gradient that carries S        method
 =================================== =================== ============================== ==================
-a backward pass of scale T begins   times T, carries T  times T/S, carries T           ``begin_backward``
-a use, other than the next one      stays               divided by S, carries nothing  ``carry_nothing``
-a step that divides in its kernel   stays               carries nothing afterwards     ``carry_nothing``
-S takes a new value                 stays               times new/old, carries S       ``write``
-used again after step and update    carries S again     carries S                      ``assume_scaled``
+a backward pass of scale T begins   multiplied by T     multiplied by T/S              ``begin_backward``
+a use, other than the next one      unchanged           divided by S                   ``carry_nothing``
+a step that divides in its kernel   unchanged           divided by S in the kernel     ``carry_nothing``
+S takes a new value                 unchanged           multiplied by new/old          ``write``
+used again after step and update    assumed to carry S  unchanged                      ``assume_scaled``
 =================================== =================== ============================== ==================
 
 First :mod:`amp_plugin.scaling.optimizer_state` multiplies or divides the gradients, and then the ledger
-changes the records. These sentences complete the table:
+changes the records. After ``begin_backward`` a gradient carries T, and after ``carry_nothing`` it carries
+nothing. These sentences complete the table:
 
 - A record refers to a LossScale object S, not to a number. A gradient is divided by the value that S has at
   the time of the division.
@@ -26,16 +28,17 @@ changes the records. These sentences complete the table:
   optimizer are unscaled again when the pass ends.
 - ``update()`` is a request. The LossScale S takes its new value once ``waits()`` is False for every
   optimizer, and at the latest before the next loss is scaled.
-- At the next update, an overflow in a gradient lowers every loss scale that was applied to a loss of that
+- If a gradient overflows, the next update lowers the loss scale of every loss that contributed to the
   gradient.
 - The last row of the table, ``assume_scaled``, applies if an optimizer unscales or steps again after its own
   step and an update, without a scaled backward pass in between. Writes through ``.data``, NumPy or a
-  collective do not change the version counter. Therefore a gradient that the optimizer has stepped with
-  counts as scaled, even if its version counter has not changed. If the optimizer has unscaled but not
-  stepped, a gradient counts as scaled only if its address has changed.
+  collective do not change a gradient's version counter. Therefore, after the optimizer has stepped, its
+  gradients are assumed to be scaled even if their version counters have not changed. If the optimizer has
+  called ``unscale_`` but has not stepped, a gradient is assumed to be scaled only if its address has changed.
 - A program may set the stage of an optimizer in ``scaler._per_optimizer_states`` to READY, or remove the
-  optimizer's entry. The optimizer's gradients then count as scaled, as after a step and an update. These
-  gradients also carry S again when the next backward pass begins.
+  optimizer's entry. The optimizer's gradients are then assumed to be scaled, just as they are after
+  ``step()`` and ``update()``. The gradients are also assumed to be scaled if a scaled backward pass begins
+  before the optimizer uses them.
 
 The ledger also knows whether a backward pass or the user has changed a gradient. Each time the ledger looks
 at a gradient, it records the gradient's address and version counter, to compare them later::
@@ -74,8 +77,8 @@ class Record:
     seen: _Seen = None
     # The number of updates that had been requested when an optimizer last used the gradient.
     used_at: int = -1
-    # The keys are the numbers of optimizers that have used the gradient since the last scaled backward pass.
-    # The value is True if that optimizer has stepped since the gradient was last divided by its loss scale.
+    # Each key identifies an optimizer that has used the gradient since the last scaled backward pass.
+    # Each value is True if the optimizer in the key has stepped since the gradient was last unscaled.
     used_by: dict[int, bool] = field(default_factory=dict)
     # True if a backward pass added to the gradient after its last use and before the latest backward pass.
     has_grown: bool = False
@@ -120,7 +123,9 @@ class GradientLedger:
         return any(param.grad is not None for param in self.params)
 
     def parts(self) -> list[tuple[LossScale | None, list[Tensor], bool]]:
-        """Group all parameters, with or without a gradient, by the loss scale that their gradients carry.
+        """Group the parameters by the loss scale that is recorded for their gradients.
+
+        Parameters that have no gradient at the moment are included.
 
         Returns:
             For each loss scale, a tuple of the loss scale (or None), the parameters, and whether a gradient
@@ -153,8 +158,8 @@ class GradientLedger:
         """Record that an optimizer uses its gradients, which are already divided by their loss scale.
 
         Args:
-            optimizer: The number of the optimizer. The number is 0 for a clip, because a user may clip the
-                same gradients repeatedly.
+            optimizer: The number of the optimizer; 0 for a clip. Gradients that were only clipped are never
+                assumed to be scaled again, so the user may clip the same gradients repeatedly.
             updates: The number of updates of the loss scale that have been requested.
             steps: True if the optimizer steps with the gradients; False if it only unscales them.
         """
@@ -166,19 +171,20 @@ class GradientLedger:
             record.seen = _seen(grad)
 
     def assume_scaled(self, scale: LossScale, optimizer: int, updates: int) -> bool:
-        """Record unscaled gradients as scaled, in the cases in which torch.amp unscales them again.
+        """Record that unscaled gradients are scaled, if torch.amp would unscale them a second time.
 
-        All gradients with which the optimizer has stepped are then assumed to be scaled. A gradient that the
-        optimizer has only unscaled is assumed to be scaled if its address has changed.
+        A gradient with which the optimizer has stepped is assumed to be scaled. If the optimizer has unscaled
+        a gradient but has not stepped with it, the gradient is assumed to be scaled only if its address has
+        changed.
 
         Args:
-            scale: The scale that they carry from now on.
+            scale: The loss scale by which the gradients are assumed to be multiplied.
             optimizer: The number of the optimizer.
             updates: The number of updates that have been requested. The records of gradients that were used
                 after the last update do not change.
 
         Returns:
-            True if there was such a gradient.
+            True if any existing gradient is now assumed to be scaled.
         """
         found = False
         for grad, record in self._each():
@@ -189,9 +195,9 @@ class GradientLedger:
         return found
 
     def write(self, write: Callable[[], None]) -> None:
-        """Call ``write``, a function that multiplies gradients.
+        """Call ``write``, a function that multiplies gradients, without marking the gradients as changed.
 
-        Afterwards, a gradient counts as changed only if it had changed before the call.
+        A gradient that had already changed before ``write`` was called still counts as changed.
         """
         same = [not record.is_changed(grad) for grad, record in self._each()]
         write()
@@ -205,7 +211,7 @@ class GradientLedger:
             record.seen = _seen(grad)
 
     def waits(self) -> bool:
-        """Return whether a scaled gradient was added to or changed, and no optimizer has used it since."""
+        """Return whether any scaled gradient has changed since an optimizer last used it."""
         return any(
             grad is not None and record.carries is not None and (record.has_grown or record.is_changed(grad))
             for grad, record in self._each()
@@ -214,8 +220,8 @@ class GradientLedger:
     def has_grown(self) -> bool:
         """Return whether a backward pass has added to a gradient since its last use.
 
-        Call this method only after a scaled backward pass has begun. Before a backward pass begins, a change
-        of a gradient may come from the user.
+        Call this method only after a scaled backward pass has begun. If a gradient changed earlier than that,
+        the user may have changed it.
         """
         return any(record.has_grown or record.is_changed(grad) for grad, record in self._each())
 

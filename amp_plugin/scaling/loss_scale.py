@@ -1,7 +1,8 @@
 """LossScale is a number on the device, with the rule by which it changes.
 
-A loss scale, its growth tracker and its hysteresis tracker are tensors on the device. One op updates them
-there by the rule of :func:`amp_plugin.kernels.reference.update_scale_`, so an update needs no host sync.
+A loss scale, its growth tracker and its hysteresis tracker are tensors on the device. One op updates the loss
+scale and both trackers on the device, so an update needs no host sync.
+:func:`amp_plugin.kernels.reference.update_scale_` defines the rule of the update.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class LossScale:
         growth_tracker: The number of steps since the last overflow or growth of the scale (int32, 0-dim), on
             the device of ``value``.
         hysteresis_tracker: The number of overflows left until the scale shrinks (int32, 0-dim), on the device
-            of ``value``. At 1, the next overflow shrinks the scale.
+            of ``value``. If this tracker is 1, the next overflow shrinks the scale.
         generation: A number that increases whenever the value may have changed.
         later: A list to which the next update appends the new scale. StepResult objects keep the list.
         found_inf: 1.0 if a check since the last update found an overflow (float32, 0-dim); None if there
@@ -67,7 +68,10 @@ class LossScale:
 
     @property
     def edition(self) -> tuple[int, int]:
-        """A pair of numbers that changes if the scale may have changed, even by a write to its tensor."""
+        """A pair of numbers that changes whenever the scale may have changed.
+
+        The pair also changes if a program writes to the scale's tensor.
+        """
         value = self.require()
         return self.generation, 0 if value.is_inference() else value._version
 
@@ -184,7 +188,7 @@ class LossScale:
         return self.init_scale if self.value is None else self.value.item()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state under torch's keys, which is a host sync.
+        """Return the state under torch's keys. This is a host sync.
 
         For a constant scale, the state contains torch's default growth and backoff factors.
         """
@@ -210,7 +214,7 @@ class LossScale:
             self.fill_(self.init_scale)
 
     def __reduce__(self) -> Any:
-        """Copy and pickle the options and the state dict, which can be loaded without a GPU."""
+        """Reduce to the options and the state dict. Copies and pickles can be loaded without a GPU."""
         return _restored, (self.options, self.state_dict())
 
 

@@ -75,15 +75,15 @@ class OptimizerState:
         found_inf_per_device: Maps each device to 1.0 if an overflow was found there since the last step. A
             program may write to this dict.
         measurements: The measurements since the last step. They say which parameters overflowed.
-        contributions: The loss scales that the gradients had before they were rescaled, each with its
-            overflow flag.
+        contributions: The previous loss scales of gradients that were rescaled, each with an overflow flag.
         judged: The result of ``judge_step_`` for the current step; None if the step was not judged.
         result: The result of the last step.
     """
 
     def __init__(self, optimizer: weakref.ref[Optimizer], shared: Shared) -> None:
         self._optimizer, self.shared = optimizer, shared
-        self._number = next(_numbers)  # the number of this state in the ledger, because an id could be reused
+        # Identifies this state in the ledger. An id() could be reused after this state is deleted.
+        self._number = next(_numbers)
         self.names: Names = {}
         self.ledger: Any = make_ledger([], (), None)
         self.layouts: tuple[ShardLayout, ...] = ()
@@ -102,18 +102,18 @@ class OptimizerState:
         self.found_inf_per_device: dict[Any, Tensor] = {}
         self.measurements: list[Measurement] = []
         self._loss_scales: dict[LossScale, None] = {}  # the loss scales applied to losses
-        # Loss scales that gradients had before they were rescaled, with the overflow flags found then.
+        # The previous loss scales of gradients that were rescaled, each with an overflow flag.
         self.contributions: list[tuple[LossScale, Tensor]] = []
         self.judged: Tensor | None = None
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer. When it is deleted, the ScalerCore drops this state."""
+        """The optimizer. The ScalerCore drops this state when the optimizer is deleted."""
         return self._optimizer()
 
     @property
     def params(self) -> list[Tensor]:
-        """Its parameters, as they were last read."""
+        """The optimizer's parameters, as they were last read."""
         return self.ledger.params  # type: ignore[no-any-return]
 
     @property
@@ -129,7 +129,7 @@ class OptimizerState:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a scaled backward pass has begun since the optimizer's last step or requested unscaling."""
+        """Whether a scaled backward pass has begun since the last step or ``unscale_`` of the optimizer."""
         return self.backwards > self._answered
 
     def _use(self, stage: OptState, *, answers: bool = True) -> None:
@@ -145,9 +145,9 @@ class OptimizerState:
             params: The parameters.
             others: The states of all optimizers of the scaler. The new ledger reuses the records of
                 parameters that optimizers share.
-            last: The loss scale of the last scaled backward pass, which gradients of new parameters carry.
-                None if there was no scaled backward pass. Gradients of new parameters then carry the default
-                loss scale, as in torch.amp.
+            last: The loss scale of the last scaled backward pass; None if there was none. Gradients of new
+                parameters are assumed to be multiplied by this loss scale. If ``last`` is None, they are
+                assumed to be multiplied by the default loss scale, as in torch.amp.
         """
         mine = {id(param) for param in self.params}
         new = [param for param in params if id(param) not in mine]
@@ -213,12 +213,12 @@ class OptimizerState:
         return names[next(i for i, own in enumerate(self.params) if own is param)]
 
     def begin_call(self) -> None:
-        """Assume that gradients are scaled where torch.amp does, even if no scaled backward pass was seen.
+        """Treat gradients as scaled whenever torch.amp would, even if no scaled backward pass was seen.
 
         Our hooks do not see compiled backward passes, replayed CUDA graphs, or losses multiplied by
-        ``get_scale()``. After a step and an update, all gradients count as scaled, because writes through
-        ``.data``, NumPy or a collective do not change the version counter. After ``unscale_`` and an update,
-        only gradients whose address has changed count as scaled.
+        ``get_scale()``. After ``step()`` and ``update()``, all gradients are treated as scaled, because
+        writes through ``.data``, NumPy or a collective do not change the version counter. After ``unscale_``
+        and ``update()`` without a step, a gradient is treated as scaled only if its address has changed.
         """
         default, used, now = self.shared.default, self._used[1], self.shared.updates
         if default.value is None or not self.shared.enabled or used == now:
@@ -236,13 +236,14 @@ class OptimizerState:
             for name, param in zip(self.parameter_names(), self.params, strict=True)
             if param.grad is not None and measured([param], None)[0].norm.item() != 0
         ]
-        if named:  # zero_grad(set_to_none=False) leaves gradients of zeros
+        # Gradients that zero_grad(set_to_none=False) has filled with zeros cause no error.
+        if named:
             kind, backward = type(self.optimizer).__name__, self.shared.words.backward
             some = ", ".join(named[:3])
             raise RuntimeError(_STRAYS.format(kind=kind, count=len(named), some=some, backward=backward))
 
     def begin_backward(self, scale: LossScale) -> None:
-        """Rescale the present gradients to ``scale`` before a backward pass from a loss times ``scale``."""
+        """Rescale existing gradients to ``scale``, the loss scale of the backward pass that begins."""
         if self.ledger.has_gradients():
             self._forget_if_zero()
         else:
@@ -269,7 +270,7 @@ class OptimizerState:
         self.ledger.begin_backward(scale)
 
     def contribute(self, scale: LossScale, found: list[Measurement], *, was_awaited: bool) -> None:
-        """Record a loss scale that gradients had before they were rescaled, with the overflows found then.
+        """Record the previous loss scale of gradients that were rescaled, and the overflows found in them.
 
         All ranks record the same loss scales. The next measurement tells all ranks whether there was an
         overflow.
@@ -298,10 +299,10 @@ class OptimizerState:
         self.found_inf_per_device[found_inf.device] = found
 
     def forget_stale_norm(self) -> None:
-        """Before a clip without a loss scale, forget the norm if a gradient has changed.
+        """If loss scaling is off, forget the stored norm if a gradient has changed since it was measured.
 
         If gradients are clipped several times before a step, the norm from before the first clip is kept.
-        With a loss scale, this method does nothing, because hooks record each backward pass.
+        If loss scaling is on, this method does nothing, because hooks record each backward pass.
         """
         if not self.shared.enabled and self.ledger.is_changed():
             self.norm = None
@@ -326,7 +327,8 @@ class OptimizerState:
             on_request: True if the user has called ``unscale_``.
 
         Returns:
-            The norm of the unscaled gradients, and 1.0 if a gradient was inf or nan since the last step.
+            Two tensors (float32, 0-dim). The first is the norm of the unscaled gradients. The second is 1.0
+            if a gradient was inf or nan since the last step, else 0.0.
         """
         if self.norm is not None and self.backwards > self._norm_at and self.ledger.has_grown():
             self.norm = None  # it was the norm of fewer micro-batches
@@ -370,7 +372,7 @@ class OptimizerState:
             self._forget_if_zero()  # an update came after those overflows
 
     def _record(self, found: Tensor, earlier: list[Tensor], *, counts: bool) -> None:
-        """Record the overflow flag for every loss scale that was applied to a loss of these gradients."""
+        """Record the overflow flag for the loss scale of every loss that contributed to the gradients."""
         for loss_scale in self._loss_scales if counts else ():
             loss_scale.record(found, includes=earlier)
         for loss_scale, overflow in self.contributions:
@@ -424,9 +426,10 @@ class OptimizerState:
     def write_stage(self, stage: OptState) -> None:
         """Set the stage that a program has written into ``_per_optimizer_states``.
 
-        After UNSCALED or STEPPED, the gradients count as unscaled. After READY, gradients that the optimizer
-        has unscaled or stepped with carry the default loss scale again when the optimizer uses them, or when
-        a scaled backward pass begins.
+        If the stage is UNSCALED or STEPPED, the gradients are treated as unscaled. If the stage is READY,
+        gradients that the optimizer has already unscaled or stepped with are treated as multiplied by the
+        default loss scale. This takes effect when the optimizer next uses the gradients, or when a scaled
+        backward pass begins.
         """
         if stage is OptState.READY:
             if self.stage is OptState.UNSCALED and not self.is_awaited:
@@ -460,10 +463,10 @@ class OptimizerState:
         self._use(stage)
 
     def overflowed_before_closure(self, optimizer: Optimizer) -> bool:
-        """Unscale the gradients that the optimizer may use before it calls its closure.
+        """Unscale the gradients, if the optimizer may use them before it calls its closure.
 
         Returns:
-            True if one of them is not finite. The host waits for the device.
+            True if the gradients were unscaled and one of them is not finite. The host waits for the device.
         """
         left = uses_gradients_before_closure(optimizer) and self.is_awaited and self.ledger.has_gradients()
         return left and bool(self.unscale_()[1].item() > 0)
@@ -503,7 +506,7 @@ class OptimizerState:
     def refuse_step_past_scaler(self) -> None:
         """Raise if ``optimizer.step()`` bypasses the scaler while a gradient is scaled, inf or nan.
 
-        The host waits for the device only if the gradients were unscaled before.
+        The host waits for the device only if the gradients have already been unscaled.
         """
         if takes_own_step(self.optimizer):
             return

@@ -167,7 +167,7 @@ def report_of(
 ) -> OverflowReport:
     """Return a report about an optimizer's parameters whose gradients were not finite.
 
-    Making the report is a host sync, unless ``copies`` contains the flags of the measurements in host memory.
+    This function causes a host sync, unless ``copies`` contains copies of the overflow flags in host memory.
     """
     all_flags = copies or [measured.flags for measured in measurements]
     index = {id(param): i for i, param in enumerate(params)}

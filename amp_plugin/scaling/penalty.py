@@ -1,9 +1,12 @@
-"""Gradients of gradients under scaling: gradient penalties.
+"""Computes the gradients for gradient penalties, with loss scaling.
 
 ::
 
-    scaled = d(outputs * scale) / d(inputs)        outside autocast
-    grads  = scaled / scale                        float32, differentiable with create_graph
+    scaled = d(outputs * scale) / d(inputs)
+    grads = scaled / scale
+
+The scaled gradients are computed outside autocast. Half-precision gradients are converted to float32 before
+they are unscaled. With ``create_graph=True``, the unscaled gradients are differentiable.
 
 If the scaled gradients overflow, the penalty and its backward pass overflow too, and the optimizer step is
 skipped. The overflow also lowers the loss scale at the next update. No function of this module waits for the
@@ -139,6 +142,6 @@ _surroundings: list[Callable[[], AbstractContextManager[Any]]] = []
 
 
 def surround_backward(context: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Run ``torch.autograd.grad`` in this module inside ``context()`` from now on. Fabric requires it."""
+    """Run later ``torch.autograd.grad`` calls of this module inside ``context()``, as Fabric requires."""
     if context not in _surroundings:
         _surroundings.append(context)

@@ -71,7 +71,7 @@ class OnePass:
 
 @dataclass(frozen=True)
 class Fused:
-    """The optimizer's own step, which skips by itself if a gradient is inf or nan.
+    """The optimizer's own step, which has no effect if a gradient is inf or nan.
 
     The step is either torch's fused kernel, after gradients were unscaled and clipped in place, or a step
     with the argument ``grad_scaler=``, which unscales the gradients too.

@@ -37,12 +37,12 @@ _GROUPS_ARE_HERE = (
 
 
 class Ranks:
-    """The processes that decide together.
+    """The processes that decide together whether to skip a step.
 
     Args:
         agree: Process groups whose ranks must all take a step or all skip it.
         sharded: Process groups whose ranks hold different shards of gradients. Norms are combined over the
-            groups, and all ranks of a group also make the same decision.
+            groups. All ranks of a group also take or skip a step together.
     """
 
     def __init__(self, agree: Sequence[ProcessGroup] = (), sharded: Sequence[ProcessGroup] = ()) -> None:
@@ -85,7 +85,8 @@ class Ranks:
             earlier: Overflow flags found earlier (float32, 0-dim).
 
         Returns:
-            The norm of all gradients, and 1.0 if there is an overflow (float32, 0-dim).
+            Two tensors (float32, 0-dim). The first is the norm of all gradients. The second is 1.0 if there
+            is an overflow, else 0.0.
         """
         if not self._core_agreed:
             _agree_on_core((*self._agree, *self._sharded), device)
@@ -103,7 +104,7 @@ class Ranks:
         return norm, found
 
     def _places(self, measurements: Sequence[Measurement], layouts: Sequence[ShardLayout]) -> list[_Place]:
-        """Return pairs of shard layouts and the ranks over which norms of these layouts are combined."""
+        """Group the shard layouts by the ranks over which the norms of their gradients are combined."""
         seen = [found.layout for found in measurements]
         by_mesh: dict[DeviceMesh, dict[ShardLayout | None, None]] = {}
         for layout in (*layouts, *seen):

@@ -33,9 +33,9 @@ class Shared:
         ranks: As given.
         device: As given.
         enabled: As given.
-        words: How error texts spell calls.
-        scales_all: True if the entry point, such as Lightning, runs every scaled backward pass itself. In
-            that case, gradients from other backward passes are known to be unscaled.
+        words: The calls that error messages mention, as users of the entry point write them.
+        scales_all: True if the entry point, such as Lightning, runs every scaled backward pass itself. If so,
+            a backward pass that the user's program runs directly gives unscaled gradients.
         spikes: Judges whether a step is a spike.
         updates: The number of updates that have been requested. After an update, all optimizers are in the
             stage READY again.
@@ -83,8 +83,8 @@ class Shared:
 
         Args:
             words: The calls, spelled as users of the entry point write them.
-            scales_all: True if the entry point runs every scaled backward pass itself. In that case,
-                gradients from other backward passes are not scaled.
+            scales_all: True if the entry point runs every scaled backward pass itself. If so, a backward pass
+                that the user's program runs directly gives unscaled gradients.
         """
         self.words, self.scales_all = words, scales_all
 

@@ -27,7 +27,8 @@ from amp_plugin.scaling.step_log import StepResult, reference_to
 
 # A norm below this multiple of the mean is not a spike, because such norms are common in some recipes.
 _LEAST_FACTOR = 4.0
-# The deviation of losses is at least this fraction of their mean. A constant loss has a deviation near 0.
+# The lower limit for the standard deviation of losses, as a fraction of their mean.
+# Without the limit, small changes of a nearly constant loss would count as spikes.
 _LEAST_LOSS_DEVIATION = 0.01
 
 _KEY = "spikes"
@@ -105,13 +106,13 @@ class Spikes:
         trackers: Sequence[Tensor],
         backward: str,
     ) -> Tensor | None:
-        """Judge a step with one kernel launch and without a host sync.
+        """Decide whether a step is a spike, with one kernel launch and without a host sync.
 
         With ``of="loss"`` on several ranks, one collective adds up the losses.
 
         Args:
             optimizer: The optimizer that steps.
-            norms: The norm of the gradients before any clip, and their present norm (float32, 0-dim).
+            norms: The norm of the gradients before clipping, and their current norm (both float32, 0-dim).
             found_inf: 1.0 if a gradient is not finite (float32, 0-dim).
             trackers: The growth trackers of the loss scales by which the losses were multiplied.
             backward: The user's call that runs a backward pass, for an error message.

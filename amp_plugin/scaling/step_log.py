@@ -271,8 +271,8 @@ def copy_to_host(tensors: Sequence[Tensor]) -> tuple[Sequence[torch.Event], list
     """Queue copies of CUDA and XPU tensors to the host. Other tensors are returned as they are.
 
     Returns:
-        CUDA events (one for each device) that signal when the copies are complete, and the copies. Nothing is
-        copied while a CUDA graph is captured.
+        The events and the copies. There is one event for each device, which signals when the copies from that
+        device are complete. Nothing is copied while a CUDA graph is captured.
     """
     copies = list(tensors)
     events: dict[torch.device, torch.Event] = {}
@@ -338,7 +338,7 @@ class _Record:
         self.owed += skipped
 
     def hold(self) -> None:
-        """Hold learning rate schedulers back at this step, if a known skip has not done so before."""
+        """If a skipped step has not yet held learning rate schedulers back, hold them back at this step."""
         self.is_held = self.owed > 0
         self.owed -= self.is_held
 
@@ -425,15 +425,16 @@ class StepLog:
         # True once a step was captured in a CUDA graph. Replays of the graph do not call subscribers.
         self.has_captured = False
         self._records: dict[int, _Record] = {}
-        self._met = 0  # the number of optimizers so far, including deleted ones
+        self._met = 0  # the number of optimizers seen so far, including deleted ones
         self._late: deque[tuple[_Record, StepResult]] = deque()  # unread steps
         self._waits = False  # True to wait for the device after each step
         self._subscribers: list[Subscriber] = []
         # Functions that are called with each loss. If there are any, the host waits after each step.
         self._hearers: list[Callable[[Any], None]] = []
         self._has_taken = False  # True once this training run has taken a step
-        self._has_warned = False  # True after the warning about a skip without a loss scale
-        # The last skipped step; None if no step was skipped, or if this run has taken a step.
+        # True once the log has warned that a step was skipped although loss scaling is off.
+        self._has_warned = False
+        # The last skipped step of a run that has skipped all its steps so far, else None.
         self._last_skip: StepResult | None = None
         for follower in _followers:
             follower(self)
@@ -451,7 +452,7 @@ class StepLog:
             self.read(wait=self._waits or record.exact or len(self._late) > _MOST_LATE)
         finally:
             record.hold()
-        # Wait only after ``hold``, so that watching a run does not change when schedulers are held back.
+        # Wait for the device only after ``hold``. Otherwise, schedulers would be held back one step earlier.
         if self._hearers:
             self.read(wait=True)
 
@@ -490,7 +491,7 @@ class StepLog:
             warn(f"the run has ended and no optimizer step was taken: {run_of_skips(last)}")
 
     def subscribe(self, subscriber: Subscriber, *, first: bool = False) -> None:
-        """Call ``subscriber`` with each step that is read.
+        """Call ``subscriber`` with each step, once the host knows whether the step was skipped.
 
         With ``first``, call ``subscriber`` before the other subscribers.
         """

@@ -37,7 +37,7 @@ NEWS: Final = logging.getLogger("amp_plugin")
 _FILE_BYTES: Final = 64 * 2**20  # a new log file is started at this size
 _OLDER_FILES: Final = 9
 _MOST_NAMES: Final = 5
-# The limit for spikes is above this number only during warm-up, when no step counts as a spike.
+# During warm-up, no step counts as a spike, and the spike limit is above this number.
 _NO_LIMIT: Final = 3e38
 
 
@@ -132,7 +132,7 @@ class StepRecorder:
         self._is_on = True
 
     def follow(self, log: StepLog) -> None:
-        """Record the steps of a log until the process ends."""
+        """Record every step that is added to ``log``, until the process ends."""
         log.subscribe(self.hear, first=True)
         atexit.register(_pass_last_on, weakref.ref(self))
 

@@ -143,8 +143,8 @@ def refuse_nothing_checked(core: ScalerCore, state: OptimizerState) -> None:
 
     Unlike in torch.amp, an optimizer may step without gradients if another optimizer has gradients, as in a
     GAN, or if another rank may have gradients. Under Lightning and Accelerate an optimizer may also step
-    without gradients in a batch without a loss. An object without parameters must not step without gradients,
-    because it may be a mock around an optimizer whose gradients are scaled.
+    without gradients in a batch without a loss. If an optimizer object has neither parameters nor gradients,
+    an error is raised, because the object may be a mock that wraps an optimizer with scaled gradients.
     """
     nothing = not state.found_inf_per_device and not state.ledger.has_gradients()
     has_no_loss = core.shared.scales_all and bool(state.params) and not state.is_awaited

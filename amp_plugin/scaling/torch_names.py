@@ -147,7 +147,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         return self._found.setdefault((key, state.stage), found)
 
     def write_found(self, key: int, state: OptimizerState, found: dict[Any, Tensor]) -> None:
-        """Set the overflow flags that a program has written."""
+        """Replace an optimizer's overflow flags with the dict that a program has assigned."""
         is_stepped = state.stage is OptState.STEPPED
         state.write_found({} if is_stepped else found)
         self._found[key, state.stage] = found
@@ -164,7 +164,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         self._found[key, stage] = found
 
     def meet(self, optimizer: Any) -> None:
-        """Apply the entries that a program wrote before the scaler knew the optimizer."""
+        """Apply the stage and the overflow flags that a program set before the scaler knew the optimizer."""
         key = id(optimizer)
         written = self._own.get(key, {})
         values = {str(name): written.pop(name) for name in (_FOUND, _STAGE) if name in written}
@@ -181,10 +181,10 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         return self
 
     def settle(self, *, keep: bool) -> None:
-        """Let an update use the overflow flags in the records, and then clear the records.
+        """Pass the overflow flags in the records to the next update, and then clear the records.
 
         Args:
-            keep: True if an earlier update is still pending, so that its overflows count too.
+            keep: True to keep the overflow flags of an earlier update that is still pending.
         """
         if self._own and len(self._core.shared.scales) == 1:
             for state in self._core:
@@ -207,7 +207,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
             self[key].update(record)
 
     def __missing__(self, key: int) -> OptimizerRecord:
-        """Return a new record, as torch's defaultdict does, even for an unknown optimizer."""
+        """Return a new record for an optimizer that has no record yet, as torch's defaultdict does."""
         record = OptimizerRecord(self, key)
         super().__setitem__(key, record)
         return record
@@ -219,7 +219,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         self[key].update(given)
 
     def __delitem__(self, key: int) -> None:
-        """Forget the overflows. Afterwards, the optimizer may unscale and step again."""
+        """Forget the optimizer's overflow flags. Afterwards, the optimizer may unscale and step again."""
         super().__delitem__(key)
         if (state := self.state_of(key)) is not None:
             self.write_stage(key, state, OptState.READY)
@@ -245,7 +245,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
             self.popitem()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[int, dict[str, Any]]:
-        """Copy into plain dicts. A program may assign the copy later to restore the records."""
+        """Copy the records into plain dicts. To restore the records later, a program may assign the copy."""
         return {key: copy.deepcopy(dict(record), memo) for key, record in self.items()}
 
 
@@ -256,7 +256,7 @@ class OptimizerRecord(MutableMapping[str, Any]):
         self._records, self._key = records, key
 
     def __getitem__(self, name: str) -> Any:
-        """Return the stage, the overflows by device, or an entry that the program has added."""
+        """Return the stage, the overflow flags by device, or an entry that the program has added."""
         own, state = self._records.own(self._key), self._records.state_of(self._key)
         if name == _STAGE:
             return own.get(name, OptState.READY) if state is None else state.stage
@@ -275,7 +275,7 @@ class OptimizerRecord(MutableMapping[str, Any]):
             own[name] = value
 
     def __delitem__(self, name: str) -> None:
-        """Remove an entry that the program has added. The stage and the overflows always exist."""
+        """Remove an entry that the program has added. The stage and the overflow flags cannot be removed."""
         del self._records.own(self._key)[name]
 
     def __iter__(self) -> Iterator[str]:

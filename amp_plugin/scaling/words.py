@@ -1,4 +1,4 @@
-"""The calls that error messages mention, spelled as users of each entry point write them.
+"""The wording of calls in error messages, for plain PyTorch loops and for each framework.
 
 The scaler does not know whether Lightning, Accelerate or a plain loop uses it. Each adapter passes its own
 calls, so that an error names a call that the user's program can make.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Words:
-    """The calls of one entry point, spelled as its users write them.
+    """The calls that error messages mention, as users of a plain loop, Lightning or Accelerate write them.
 
     Attributes:
         backward: The call that runs backward on a scaled loss.

@@ -32,7 +32,7 @@ def compile_cubin(kernel: Kernel, architecture: str) -> bytes:
         return bytes(program.compile("cubin").code)
     except Exception as error:  # cuda-core's error types are private
         # Delete the Program object now, because the traceback would put it into a reference cycle.
-        # A Program object that the garbage collector frees prints an AttributeError.
+        # When the garbage collector frees a Program object, an AttributeError is printed.
         del program
         log = str(error).replace("\0", "")
         msg = f"NVRTC cannot compile {kernel.name}.cu for {architecture}: {log}"
