@@ -3,7 +3,7 @@
     python -m recipes.compare_layouts FOLDER
 
 A classifier trains for three steps on one process with the whole batch. The same classifier then trains on
-two processes with FSDP2, each with half of the batch. The third run has a deliberate bug, because
+two processes with FSDP2, each with half of the batch. The third run has a deliberate bug. In this run,
 ``ignored_params`` excludes the last layer from FSDP2. The gradients of the excluded layer are not averaged,
 so the weights of this layer drift apart between the ranks. The loss still falls.
 """

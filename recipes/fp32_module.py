@@ -30,7 +30,8 @@ from recipes.shared import (
     number,
 )
 
-SIZE = 30.0  # multiplies features and centres, so that squared distances overflow in fp16
+# The features and the centres are both multiplied by SIZE, to make squared distances overflow in fp16.
+SIZE = 30.0
 
 
 @dataclass

@@ -493,7 +493,7 @@ class TrainingRecord:
             self.half_widths.setdefault(name, {})[run] = half_widths
 
     def add_accuracy(self, accuracy: float) -> None:
-        """Record the accuracy of a validation that follows the steps recorded so far."""
+        """Record a validation accuracy that was measured after the latest recorded step."""
         self.accuracies.append((len(self.losses), accuracy))
 
     def print_table(self) -> None:

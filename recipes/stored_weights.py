@@ -5,7 +5,7 @@
 transformers loads a checkpoint in the dtype in which it was saved. If a bfloat16 model is trained under
 torch's own autocast, most of its weights never change. For most weights, an update of 1e-5 is less than half
 the distance to the next bfloat16 number, so the update is rounded away. With ``store_weights`` no update is
-lost to rounding. All ways to store the weights use the same initial model, data and optimizer.
+lost to rounding. The initial model, the data and the optimizer are the same for each way to store weights.
 """
 
 from __future__ import annotations
@@ -136,7 +136,10 @@ def _fine_tune(
 
 
 def _windows(codes: Tensor, config: Config) -> Iterator[Tensor]:
-    """Yield the batches, int64 ``[B, context]``. All ways to store weights get the same batches."""
+    """Yield the batches, int64 ``[B, context]``.
+
+    The same batches are used for each way to store the weights.
+    """
     draws = torch.Generator().manual_seed(config.seed)
     for _ in range(config.steps):
         starts = torch.randint(len(codes) - config.context, (config.batch_size, 1), generator=draws)

@@ -162,7 +162,7 @@ def gap(model: Any, dtype: torch.dtype, *, weights_too: bool, samples: int = 64,
 
 
 def main(folder: str, tell: Callable[[str], Any] = print) -> dict[str, list[float]]:
-    """Run each trainer in each precision. Plot and return the gaps between sampling and training."""
+    """Run each trainer in each precision. Plot and return KL divergences between sampling and training."""
     gaps: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
     for precision in PRECISIONS:
         for kind in KINDS:

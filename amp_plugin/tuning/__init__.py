@@ -1,1 +1,1 @@
-"""Find op rules by measurement, so that a program saves memory or casts, or avoids an overflow."""
+"""Measure a program to find op rules that need less memory or fewer casts, or that avoid an overflow."""

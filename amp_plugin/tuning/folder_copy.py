@@ -31,7 +31,7 @@ Signature = tuple[int, int, int, int]  # numbers that change when a program writ
 
 
 class FolderCopy:
-    """A copy of a folder. The copy is removed when this object is closed or garbage-collected."""
+    """A copy of a folder, which is removed when this object is closed or garbage-collected."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
@@ -64,7 +64,11 @@ class FolderCopy:
         self._place.cleanup()
 
     def _restore(self) -> None:
-        """Copy files that are missing or have changed, and remove files that are not in the folder."""
+        """Make the copy equal to the original folder again.
+
+        Missing and changed files are copied again. Files that the original folder does not contain are
+        removed from the copy.
+        """
         wanted, copied = {self._copy}, 0
         entries = self._entries(self._folder, self._copy, (self._folder, self._copy))
         for number, (source, target) in enumerate(entries, 1):

@@ -7,7 +7,7 @@
 
     exact = the trainer's log-probabilities without rounding (each op also runs in float64)
 
-    F = mean |trainer - exact|, if only the matrix products, except the head, run in 16 bits
+    F = mean |trainer - exact| when 16 bits are used only in the matrix products outside the head
 
     G = mean |recorded - exact|
 
@@ -18,9 +18,9 @@
 
     run the trainer's head in fp32, and search for the smallest set of fp32 rules that reduces the gap
 
-    a cause counts if removing it reduces the gap by at least a tenth, and by more than chance explains
+    accept a cause if removing it reduces the gap by at least a tenth, and by more than chance explains
 
-    if no cause counts and mean |trainer - recorded| <= 1.2 floor, rounding alone explains the gap
+    if no cause is accepted and mean |trainer - recorded| <= 1.2 * floor, rounding alone explains the gap
 
 The file emulated_rounding.py emulates roundings, and search.py searches for fp32 rules.
 
@@ -227,7 +227,7 @@ def _follows_rules(trainer: Trainer) -> bool:
 
 
 def _price(trainer: Trainer, after: Trainer) -> tuple[float, float]:
-    """Return the seconds that a forward and backward pass takes without and with the trainer's changes."""
+    """Return the seconds of a forward and backward pass, before and after the trainer was changed."""
     is_changed = bool(after.changes) or after.head is not None
     before, then = (part.first(_SEARCHED).seconds for part in (trainer, after))
     return timed_in_turns(before, then if is_changed else None)
@@ -251,7 +251,7 @@ def _causes_of_record(asked: Trainer, sampling: Sampling) -> Iterator[Cause]:
 def _search_generator(
     trainer: Trainer, least: float, on_try: Callable[[str], object], *, suspects: Sequence[Suspect]
 ) -> tuple[Trainer, list[Cause]]:
-    """Add, one by one, the roundings that bring the trainer closest to the recorded log-probabilities.
+    """Emulate, one by one, the roundings that bring the trainer closest to the recorded log-probabilities.
 
     Returns:
         The trainer that emulates the added roundings, and the causes that were found.
@@ -285,7 +285,10 @@ def _search_trainer(
     head: nn.Linear | None,
     ops: Sequence[str],
 ) -> tuple[Trainer, list[Cause]]:
-    """Run the head in fp32 if this reduces the gap, and search for the smallest set of fp32 rules.
+    """Search for the causes of the gap in the trainer.
+
+    If running the head in fp32 reduces the gap, the head stays in fp32. Then a search adds fp32 op rules that
+    reduce the gap further.
 
     Returns:
         The trainer with the changed head and op rules, and the causes that were found.

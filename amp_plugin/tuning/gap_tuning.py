@@ -14,7 +14,7 @@ from amp_plugin.tuning.log_probs import GapNumbers, Sampling, Setting
 from amp_plugin.tuning.search import Changes, as_yaml
 
 CLOSE: Final = 1.2
-"""A gap up to this factor above the floor is rounding."""
+"""If a gap is at most this number times ``floor``, rounding alone explains the gap."""
 
 _NOT_CLOSED: Final = (
     "the generator differs in another way: other weights, other token ids, or other mathematics"
@@ -45,7 +45,7 @@ class GapTuning:
     """The gap between a trainer and a generator, its causes, and the changes that close it.
 
     Attributes:
-        gap: The gap of the program without changes.
+        gap: The gap between trainer and generator without changes.
         floor: The mean gap that rounding alone explains.
         trainer_error: The mean absolute difference between the trainer's log-probabilities and those without
             rounding.
@@ -53,12 +53,13 @@ class GapTuning:
             rounding.
         sampling: The temperature and top-p with which the recorded log-probabilities were computed.
         causes: The causes, the largest first.
-        explained: The mean gap if the trainer uses ``rules`` and emulates the roundings of the generator.
+        explained: The mean gap if the trainer uses ``rules`` and emulates the generator's roundings.
         rules: The op rules for the trainer.
         changes: The op rules that differ from the default rules.
         fp32_modules: The modules of the trainer that must run in fp32 to close the gap. Only the head can be
             among them.
-        after: The gap if the trainer uses ``rules`` and ``fp32_modules``.
+        after: The gap between trainer and generator if the trainer uses ``rules`` and runs ``fp32_modules``
+            in fp32.
         seconds: The seconds that a forward and backward pass of one batch takes, without and with the
             changes.
         tried: The number of trials, each with a different rounding or set of rules.
@@ -83,7 +84,7 @@ class GapTuning:
 
     @property
     def generator(self) -> dict[str, str]:
-        """Maps the name of each generator setting that removes a cause to the value to set."""
+        """Maps the names of generator settings to the values that remove a cause of the gap."""
         return dict(cause.setting for cause in self.causes if cause.setting[0])
 
     @property

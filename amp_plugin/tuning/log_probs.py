@@ -98,8 +98,8 @@ class Sampling:
         Args:
             logits: The logits, of shape (tokens, vocabulary) and any floating-point dtype.
             targets: The token ids, int64 of shape (tokens,).
-            tokens: The positions of the logits' tokens in ``temperature`` and ``top_p``, if these are
-                tensors.
+            tokens: The slice of ``temperature`` and ``top_p`` that belongs to ``logits``. The slice has no
+                effect on a temperature or top-p that is a single number.
 
         Returns:
             The log-probabilities, float64 of shape (tokens,) on the CPU.

@@ -40,8 +40,8 @@ class Measurement:
         errors: The relative gradient error of each batch. The relative error is the norm of the difference
             from the reference gradients, divided by the norm of the reference gradients. The gradients of all
             parameters are treated as one vector.
-        mean_errors: The mean of the relative gradient errors of the single parameters, for each batch. The
-            relative error of a single parameter counts as at most 1.
+        mean_errors: For each batch, the mean of the relative gradient errors of the individual parameters.
+            The relative error of an individual parameter counts as at most 1.
     """
 
     saved_bytes: float
@@ -77,11 +77,11 @@ class Measurement:
         return costs.get(goal, self.error)
 
     def growth(self, goal: SearchGoal, default: Measurement) -> float:
-        """Return the factor by which the gradient error is larger than with the default rules.
+        """Return the ratio of the gradient error to the gradient error with the default rules.
 
-        If the goal is accuracy or a gap, return the factor for the saved and cast bytes instead. The result
-        is the larger of the two factors for ``error`` and ``mean_error``, or for ``saved_bytes`` and
-        ``cast_bytes``.
+        The result is the larger of the ratios for ``error`` and ``mean_error``. If the goal is ``"accuracy"``
+        or ``"gap"``, bytes are compared instead of gradient errors. The result is then the larger of the
+        ratios for ``saved_bytes`` and ``cast_bytes``.
         """
         is_exactness = goal in {"accuracy", "gap"}
         names = ("cast_bytes", "saved_bytes") if is_exactness else ("error", "mean_error")
@@ -119,8 +119,9 @@ def gradient_errors(gradients: Gradients, reference: Gradients, *, batch: int) -
     out. ``batch`` is the number of the batch, for error messages.
 
     Returns:
-        The relative error of all gradients as one vector, and the mean relative error of the parameters. If a
-        gradient is not finite, both errors are inf.
+        Two relative errors. The first error treats the gradients of all parameters as one vector. The second
+        error is the mean of the relative gradient errors of the individual parameters. If a gradient is not
+        finite, both errors are inf.
     """
     if reference.keys() != gradients.keys():
         odd = sorted(reference.keys() ^ gradients.keys())
@@ -236,12 +237,12 @@ class Trials:
 def timed_in_turns(
     before: Callable[[], float], after: Callable[[], float] | None = None
 ) -> tuple[float, float]:
-    """Measure the time of a batch alternately with and without a change, and return the two medians.
+    """Time the original and the changed program alternately, and return the median time of each.
 
     Args:
-        before: A function that measures the time of a batch without the change.
-        after: A function that measures the time of a batch with the change. If None, there is no change, and
-            a single measurement is returned twice.
+        before: A function that measures the time of a batch of the original program.
+        after: A function that measures the time of a batch of the changed program. None means that the
+            program was not changed. A single measurement is then returned twice.
     """
     if after is None:
         return (once := before()), once

@@ -10,19 +10,21 @@ independent, so the squares of their errors add up::
 The layers are added one after another. After each layer, a placement is dropped if another placement has both
 a smaller error and a smaller cost. The remaining placements are called the Pareto front::
 
-    front = [the empty placement]
+    Pareto front = [the empty placement]
 
     for each layer:
 
-        extend each placement in the front by each format of the layer, if the error is within the budget
+        combine each placement on the Pareto front with each format of the layer
+
+        drop the placements whose error exceeds the budget
 
         keep the placements that are cheaper than all placements with a smaller error
 
-    return the last placement in the front, which is the cheapest
+    return the last placement on the Pareto front, which is the cheapest
 
-This finds the cheapest placement. If the front has more than 1024 placements, the range of errors is divided
-into 1023 intervals. Only the cheapest placement in each interval remains. With intervals, the result can be
-slightly more expensive than the cheapest placement.
+This finds the cheapest placement. If the Pareto front has more than 1024 placements, the range of errors is
+divided into 1023 intervals. Only the cheapest placement in each interval remains. With intervals, the result
+can be slightly more expensive than the cheapest placement.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 1. One run in float32 measures how much the rounding of each format changes the output and the gradients of
    each layer.
-2. For each layer and format, one run emulates only that layer in that format. The run measures how much the
-   gradients of all parameters change.
+2. For each layer and format, one run emulates only that layer in that format. The run measures the
+   relative error of the gradients of all parameters, compared with the gradients in float32.
 3. :mod:`amp_plugin.tuning.placement` chooses a format for each layer based on the measured errors.
-4. Runs with all layers in their chosen formats verify the choice.
+4. To verify the choice, the program is run with all layers in their chosen formats.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from amp_plugin.tuning.measure import Trials, rules_without_16_bits
 from amp_plugin.tuning.placement import SPEED, cost_of, place
 from amp_plugin.tuning.workload import StepFunction, Workload
 
-_ROUNDS: Final = 4  # at most this many choices of formats are run to find one within the budget
+_ROUNDS: Final = 4  # the largest number of format combinations that are run to verify their error
 _FRAMEWORKS: Final = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "torch")
 
 
@@ -449,7 +449,7 @@ def rehearsed(
 def _verified(
     layers: Sequence[Layer], error: Callable[[Mapping[str, str]], float], budget: float
 ) -> tuple[dict[str, str], float, float]:
-    """Run the program with several choices of formats, and return the cheapest one within the budget.
+    """Run the program with several format combinations, and return the cheapest one within the budget.
 
     Returns:
         The format of each layer, the gradient error with these formats, and the gradient error in bf16.

@@ -101,9 +101,9 @@ class RolloutBatch:
     Attributes:
         tokens: Prompts and sampled tokens, int64 of shape (sequences, longest). Shorter sequences are padded
             with 0 on the right, which does not change the results of a causal model.
-        places: Two tensors with one number per sampled token, int64 of shape (sampled tokens,). The first
-            tensor has the index of the sequence of each token. The second tensor has the position whose
-            logits predict the token.
+        places: Two tensors with one number per sampled token, int64 of shape (sampled tokens,). For each
+            sampled token, the first tensor holds the index of the sequence to which the token belongs. For
+            each sampled token, the second tensor holds the position whose logits predict the token.
         recorded: The recorded log-probabilities, float64 of shape (sampled tokens,).
         stated: The temperature and top-p that the rollout file states, for each sampled token.
     """

@@ -1,10 +1,10 @@
-"""Search for the op rules that save most. Each rule that lowers the cost further is added.
+"""Search for op rules that lower the cost of a program, by adding one rule after another.
 
 measure the default rules
 
 on the first batch, measure each rule of each used op alone
 
-on half of the batches, go through the rules that save something, from the largest saving to the smallest
+on half of the batches, go through the rules that lowered the cost, from the largest saving to the smallest
 
     add the rule to the chosen rules if they then stay within the budget and cost less
 
@@ -29,8 +29,8 @@ import torch
 from amp_plugin.casting.rules import OpRule, OpRules, torch_release
 from amp_plugin.tuning.measure import Measurement, SearchGoal
 
-# A rule must save at least this fraction of the cost of the default rules.
-# The fraction is larger for the gap, because measured gaps vary by chance.
+# A rule is added only if it saves more than this fraction of the cost of the default rules.
+# For the goal "gap", a rule must save more, because measured gaps between log-probabilities vary by chance.
 _LEAST_GAIN: Final[dict[SearchGoal, float]] = {
     "memory": 0.002,
     "casts": 0.002,
@@ -92,13 +92,13 @@ class Search:
     """A greedy search over the rules of the ops that a program uses.
 
     Args:
-        measure: A function that measures changes on the first batches. ``measure`` is called with the changes
-            and the number of batches.
+        measure: A function that measures the effect of op rule changes on the first batches. ``measure`` is
+            called with the rule changes and the number of batches.
         batches: The number of batches.
         default: The op rules from which the search starts.
         goal: What the search reduces.
         budget: The fraction by which the gradient error may grow, such as 0.05. For the goal "accuracy", the
-            fraction by which the saved and cast bytes may grow.
+            fraction by which the bytes saved for the backward pass, and the bytes that are cast, may grow.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class Search:
         return measured
 
     def best(self, ops: Iterable[str]) -> Changes:
-        """Return the changes that together save the most, in the order in which they were added.
+        """Return the rule changes that together lower the cost the most, in the order of their addition.
 
-        Return an empty tuple if no change saves anything.
+        Return an empty tuple if no rule change lowers the cost.
         """
         half = (self._batches + 1) // 2  # only the final check uses the second half of the batches
         chosen = self._grown(self._ranked(change for op in ops for change in self._changes_of(op)), half)
@@ -199,9 +199,9 @@ class Search:
         return measured.cost(goal) < than.cost(goal) - _LEAST_GAIN[goal] * default.cost(goal)
 
     def nearest(self) -> str:
-        """Describe the set of rules that saves memory or casts and exceeds the error budget by the least.
+        """Of the rule sets that lower the cost but exceed the error budget, describe the most accurate one.
 
-        Return ``""`` if there is none.
+        Return ``""`` if no rule set does both, or if the goal is "accuracy" or "gap".
         """
         goal = self._goal
         if goal in {"accuracy", "gap"}:  # here the budget limits the bytes

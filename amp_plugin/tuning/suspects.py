@@ -38,9 +38,9 @@ class Suspect:
 
     @property
     def is_cause(self) -> bool:
-        """Whether a generator setting removes the rounding.
+        """Whether a setting of the generator (the inference engine) can avoid this rounding.
 
-        Differences between fused attention kernels do not count as causes, because no setting removes them.
+        Differences between fused attention kernels do not count as causes, because no setting avoids them.
         """
         return bool(self.setting[0])
 

@@ -1,4 +1,4 @@
-"""Run the trainer's step on the batches of a rollout, and measure its log-probabilities, gap and time."""
+"""Run a trainer's step on a recorded rollout, and compare its log-probabilities with the generator's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Trainer:
             setting is a tensor, it has one number for each sampled token of all batches.
         changes: Changes to the op rules.
         head: The Linear layer that runs in fp32, or None.
-        emulated: The roundings of the generator that are emulated.
+        emulated: The roundings of the generator that the trainer emulates.
         dtype: The dtype of the emulated roundings.
     """
 
@@ -114,7 +114,10 @@ class Trainer:
         return GapNumbers.of(self.log_probs(), self.recorded())
 
     def distances(self) -> Tensor:
-        """Return |trainer - recorded| for each token, or inf if the step fails with the trainer's changes."""
+        """Return |trainer - recorded|, the absolute difference of the log-probabilities of each token.
+
+        All differences are inf if the step fails with the changed op rules or the emulated roundings.
+        """
         recorded = self.recorded()
         try:
             return (self.log_probs() - recorded).abs().nan_to_num(math.inf)
@@ -140,7 +143,10 @@ class Trainer:
         return median(taken)
 
     def as_recorded(self) -> Trainer:
-        """Return the trainer with the temperature and top-p of the recorded log-probabilities."""
+        """Return a copy of the trainer that uses the temperature and top-p of the generator.
+
+        Both settings are estimated from the recorded log-probabilities.
+        """
         kept: list[Tensor] = []
 
         def keep(_: RolloutBatch, logits: Tensor, __: float) -> None:
@@ -167,7 +173,7 @@ class Trainer:
 
     @contextmanager
     def _changed(self) -> Iterator[None]:
-        """Run a ``with`` block under the changed op rules, the head in fp32 and the emulated roundings."""
+        """In a ``with`` block, use the changed op rules, run ``head`` in fp32, and emulate the roundings."""
         with ExitStack() as stack:
             for block in (
                 rules_on_trial(self.rules),

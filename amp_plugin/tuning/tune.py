@@ -35,7 +35,8 @@ class Tuning:
         rules: The chosen rules. If the search found no better rules, the default rules are kept.
         goal: The goal of the search.
         budget: The fraction by which the gradient error was allowed to grow. With the goal ``"accuracy"``,
-            ``budget`` limited the growth of the saved and cast bytes instead of the gradient error.
+            the fraction by which the bytes saved for the backward pass, and the bytes that are cast, were
+            allowed to grow.
         reference: The dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
         before: The measurement of the default rules on all batches.
         after: The measurement of the chosen rules on all batches.
@@ -43,8 +44,8 @@ class Tuning:
             rules. Both are measured in turns.
         changes: The chosen rules that differ from the default rules.
         tried: All sets of rules that were tried, in order, with their measurements.
-        nearest: A description of the set of rules that saves memory or casts and exceeds the error budget by
-            the least. Empty if there is none.
+        nearest: A description of the most accurate set of rules that lowers the cost but exceeds the error
+            budget. ``nearest`` is empty if no set of rules does both.
         is_followed: False if op rules have no effect, because autocast is off or each autocast block has its
             own rules.
         jump: A sentence about the op at which the accumulated error jumps with the default rules, and lines
@@ -185,7 +186,7 @@ def tune(
     reference: str = "fp64",
     progress: bool = False,
 ) -> Tuning | GapTuning:
-    """Find op rules that save memory or casts within a gradient error budget, or that avoid an overflow.
+    """Find op rules that use less memory or fewer casts within a gradient error budget, or avoid an overflow.
 
     ``step`` runs about fifty times with different rules. Each run starts with the current weights and random
     states.
@@ -205,13 +206,13 @@ def tune(
         batches: The arguments of ``step``, one for each batch. The search uses the first half of the batches,
             and the result is verified on all batches.
         device_type: The device type of the rules. The default is the device type of the model's parameters,
-            or the CPU.
+            or ``"cpu"`` if there is no model or if it has no parameters.
         goal: ``"memory"`` reduces the bytes that are saved for the backward pass. ``"casts"`` reduces the
             bytes that are cast. ``"accuracy"`` makes gradients finite with a minimal set of fp32 ops, and
             reduces the error of gradients that are already finite. ``Gap(rollout)`` brings a trainer's
             log-probabilities closer to those of its generator.
-        budget: The fraction by which the gradient error may grow. With the goal ``"accuracy"``, ``budget``
-            limits the growth of the saved and cast bytes instead of the gradient error.
+        budget: The fraction by which the gradient error may grow. With the goal ``"accuracy"``, the fraction
+            by which the bytes saved for the backward pass, and the bytes that are cast, may grow.
         reference: The dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
         progress: True shows a progress bar.
 
@@ -384,7 +385,7 @@ def draw(tuning: Tuning, axes: Any) -> None:
 
 
 def _name_points(axes: Any, places: dict[Changes, tuple[float, float]]) -> None:
-    """Label each point with the op of the set's last rule, unless the label would overlap another label."""
+    """Label each point with the op of the last rule in its rule set, unless labels would overlap."""
     taken: list[Any] = []
     middle = sum(axes.get_xlim()) / 2
     for changes, at in places.items():

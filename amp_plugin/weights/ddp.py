@@ -1,10 +1,10 @@
 """Makes DDP reduce the gradients of stored weights in float32, and rejects FSDP1 and DeepSpeed.
 
 By default, DDP expects gradients in the dtype of the parameters, and reduces them in that dtype. The
-gradients of stored weights are float32. A communication hook therefore reduces ``.grad`` in float32, instead
-of DDP's buckets. When the hook runs, ``.grad`` is the sum over all micro-batches of the step. DDP then writes
-the result to ``.grad``. DDP still chooses the buckets, their order and their overlap with backward. DDP still
-allocates its buckets (2 bytes per element), which stay unused.
+gradients of stored weights are float32. A communication hook therefore reduces the float32 ``.grad`` tensors.
+When the hook runs, ``.grad`` is the sum over all micro-batches of the step. DDP then writes the result to
+``.grad``. DDP still chooses the buckets, their order and their overlap with backward. DDP still allocates
+memory for its 16-bit buckets, which stays unused.
 """
 
 # This file must not use "from __future__ import annotations".
@@ -81,7 +81,7 @@ def _refuse_different_ranks(ddp: DistributedDataParallel) -> None:
 
 
 def _refuse_shown(ddp: nn.Module, _args: object) -> None:
-    """Raise if stored weights are float32 now, because DDP would not reduce their gradients."""
+    """Raise an error if stored weights are temporarily float32. DDP would not reduce their gradients."""
     weights = filter(None, map(stored_weight, ddp.parameters()))
     if torch.is_grad_enabled() and any(weight.shows for weight in weights):
         msg = (
@@ -122,7 +122,7 @@ def _join_hook(ddp: DistributedDataParallel, **kwargs: Any) -> Any:
 
 
 def refuse_sharded(weights: str, setting: str | None) -> None:
-    """Raise TypeError if weights are to be stored although FSDP1 or DeepSpeed shards the model.
+    """Raise TypeError if weights are to be stored in 16 bits, but FSDP1 or DeepSpeed shards the model.
 
     ``setting`` is the setting by which FSDP1 or DeepSpeed casts weights. It is None if neither is used.
     """

@@ -34,7 +34,7 @@ class Exported:
     tensors: int
     elements: int  # the number of elements in these tensors
     size: int  # the bytes of all files
-    # The number of weights whose remainders were in the optimizer's state (a checkpoint of release 0.2).
+    # The number of weights whose other bits (remainders) release 0.2 saved in the optimizer's state.
     restored: int
     left_out: tuple[str, ...]  # names of entries that are not tensors
 
@@ -52,7 +52,7 @@ def export(
     """Write the weights of a checkpoint to a safetensors file.
 
     - Read a Lightning checkpoint, a folder that Accelerate or transformers saved, or a ``torch.save`` file.
-    - Join 16-bit weights with remainders that release 0.2 saved in the optimizer's state.
+    - Join 16-bit weights with their other bits (remainders), which release 0.2 saved in optimizer states.
     - Strip ``prefix`` and the parts that torch.compile adds from all names.
     - Check that all shards exist, that no two weights get the same name, and that no finite number becomes
       infinite.
@@ -208,8 +208,9 @@ def _is_state_dict(value: object) -> bool:
 def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) -> int:
     """Join 16-bit weights with remainders that release 0.2 saved in optimizer states. Return their number.
 
-    Release 0.2 numbered the remainders in the order of the optimizer's parameters. The first remainder
-    belongs to the model's first 16-bit weight, and so on. A comparison of the shapes confirms it.
+    A remainder holds the bits of a float32 weight that the 16-bit weight lacks. Release 0.2 numbered the
+    remainders of the weights in the order of the optimizer's parameters. The first remainder belongs to the
+    model's first 16-bit weight, and so on. If the shapes do not match, a ValueError is raised.
     """
     kept = [optimizer.get(_ENTRY_OF_0_2, {}).get("rests", {}) for optimizer in optimizers]
     rests = [rest for numbered in kept for _, rest in sorted(numbered.items())]
@@ -229,7 +230,7 @@ def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) 
 
 @torch.no_grad()
 def load_entry_of_0_2(params: list[Tensor], state_dict: Mapping[str, Any]) -> None:
-    """Join loaded weights with matching remainders in an optimizer's state dict from release 0.2."""
+    """Add to loaded weights the bits (remainders) that release 0.2 saved in an optimizer's state dict."""
     for number, saved in state_dict.get(_ENTRY_OF_0_2, {}).get("rests", {}).items():
         param = params[number]
         if param.dtype is torch.float32 and saved.shape == param.shape:

@@ -47,7 +47,10 @@ class MuonStep:
     def step_(
         self, numbers: list[float], lr: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        """Take the step in place of ``StepTensors.step_``, with ``numbers`` for the rule muon_momentum."""
+        """Step the parameters of the group. Other optimizers call ``StepTensors.step_`` instead.
+
+        ``numbers`` are the hyperparameters of the op rule ``muon_momentum``.
+        """
         tensors, skipped = self._tensors, found_inf is not None and found_inf.is_cpu and found_inf.item() > 0
         for i, (param, grad, buffer) in enumerate(
             zip(tensors.params, tensors.grads, tensors.states, strict=True)

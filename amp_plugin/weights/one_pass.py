@@ -2,8 +2,9 @@
 
 The op reads each gradient once, divides it by the loss scale, clips it and writes it back. The op also
 updates the parameters, and writes them in the format in which they are stored. After an overflow, the op
-writes the gradients and changes nothing else. The step uses torch's own parameter groups, states, step
-counters and hooks, so a program can switch between this op and ``optimizer.step`` at any time.
+still writes the unscaled gradients back, but leaves parameters and states unchanged. The step uses torch's
+own parameter groups, states, step counters and hooks, so a program can switch between this op and
+``optimizer.step`` at any time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from amp_plugin.weights.weight import (
 )
 
 _Group = dict[str, Any]
-# One op call of a step: a function, the numbers of its rule, and the learning rate if it is on a GPU.
+# One op call of a step, as a function, the hyperparameters of its op rule, and the learning rate.
+# The learning rate is None unless it is a tensor on a GPU.
 _Part = tuple[Callable[..., None], list[float], Tensor | None]
 
 
@@ -234,7 +236,7 @@ class _Row:
         return ""
 
 
-# The value _OWN in ``fixed`` allows only the function of that name in the optimizer's own module.
+# In ``fixed``, _OWN stands for the function that has the option's name in the optimizer's own module.
 _OWN: Final = object()
 _COUNTS: Final = ("step",)
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -267,7 +269,7 @@ def _count(group: _Group) -> _Group:
 
 
 def _schedule(group: _Group) -> _Group:
-    """Return a group's options after a step of AdamWScheduleFree, and the numbers for its rule."""
+    """Return a group's options after a step of AdamWScheduleFree, and other numbers that its op needs."""
     if not group["train_mode"]:
         msg = "it is not in train mode"
         raise ValueError(msg)
@@ -380,7 +382,7 @@ def _module_of(kind: type) -> str:
 def _number(group: _Group, option: str) -> float:
     """Return an option of a parameter group as a number, or 0 for a learning rate that is on a GPU."""
     name, _, item = option.partition(".")
-    # An empty name stands for a number of the rule for which this optimizer class has no option.
+    # An empty name stands for a hyperparameter of the op rule for which this optimizer class has no option.
     if not name:
         return 0.0
     value = group[name][int(item)] if item else group[name]
@@ -403,9 +405,9 @@ def _lr_on_device(group: _Group) -> Tensor | None:
 def _begin(optimizer: Optimizer, row: _Row) -> None:
     """Create compressed zero moments for parameters without state, as the optimizer's first step would.
 
-    States that are not moments may begin with other values, such as a copy of the weight. If a rule has
-    states other than moments, this function creates none, and the optimizer's own first step creates all of
-    them.
+    If a rule has states that are not moments, this function creates no states at all. The optimizer's own
+    first step then creates all states. The reason is that states other than moments may start with values
+    other than zero, such as a copy of the weight.
     """
     for group in optimizer.param_groups:
         names = row.rule(group)[1]
@@ -428,11 +430,13 @@ def _begin(optimizer: Optimizer, row: _Row) -> None:
 
 
 def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield groups of parameters with the same storage format, together with their remainders.
+    """Yield groups of parameters with the same storage format, each with a list of further tensors.
 
-    Float32 parameters come first. Parameters with remainders come after the float32 parameters, and are
-    grouped by the remainder's dtype. Parameters without a remainder come last, with float32 copies instead of
-    remainders.
+    - Float32 parameters come first. Their list of further tensors is empty.
+    - The next groups are 16-bit parameters with remainders, which hold the other bits of the float32 values.
+      Each remainder dtype has its own group, and the list contains the remainders.
+    - The last group contains 16-bit parameters without remainders. Its list contains float32 copies of these
+      parameters.
     """
     stored = stored_params(params)
     alone = [param for param in stored if param.grad is not None and is_kept_alone(param)]
@@ -467,8 +471,8 @@ def _and_rounded(
 def _is_step_replaced(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer.step`` is no longer the function that the optimizer's class defines.
 
-    Wrappers by torch (for hooks and ``no_grad``) and by learning rate schedulers (to count steps) are
-    allowed.
+    Torch wraps ``step`` for hooks and ``no_grad``, and learning rate schedulers wrap ``step`` to count steps.
+    These wrappers do not count as replacements.
     """
     on_class: Any = type(optimizer).step
     on_instance = vars(optimizer).get("step", on_class)

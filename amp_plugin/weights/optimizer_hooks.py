@@ -52,9 +52,9 @@ def take_steps_by(take: Callable[[Optimizer], list[Tensor]]) -> None:
 
 
 def add_optimizer(optimizer: Optimizer, state: str | None = None) -> None:
-    """Make an optimizer step stored parameters in float32. A second call has no effect.
+    """Let an optimizer update 16-bit stored parameters in float32. A second call has no effect.
 
-    If an optimizer has no stored parameters and no compressed states, its steps get no hooks.
+    If an optimizer has neither 16-bit stored parameters nor compressed states, its steps get no hooks.
 
     Args:
         optimizer: The optimizer.
@@ -87,9 +87,9 @@ def _hooks_of(optimizer: Optimizer) -> OptimizerHooks:
 
 @cache
 def add_late_optimizers() -> None:
-    """Call ``add_optimizer`` for optimizers that are created later, when they first step a stored parameter.
+    """Register a hook that calls ``add_optimizer`` when an optimizer first steps a stored parameter.
 
-    A second call of this function has no effect.
+    The hook also covers optimizers that are created later. A second call of this function has no effect.
     """
     hook: Any = torch.compiler.disable(lambda optimizer, *_: add_if_late(optimizer))  # type: ignore[no-untyped-call]
     register_quiet_hook(None, hook)
@@ -114,11 +114,11 @@ class OptimizerHooks:
         # The number of base-class steps that the current step has called through super().step().
         self._inner = 0
         self._is_widened = False  # True while the states are float32
-        # True if the states are compressed between steps, until restore_weights is called.
+        # True if the optimizer's states are compressed between two steps.
         self._asked = False
         # The names of optimizer states about which the user was warned.
         self._told: set[str] = set()
-        # The largest number of trainable 16-bit parameters without a remainder seen so far.
+        # The number of 16-bit parameters in the last warning that small updates are lost.
         self._halves = 0
 
     def attach_to_steps(self, optimizer: Optimizer) -> None:
@@ -135,7 +135,7 @@ class OptimizerHooks:
             optimizer.load_state_dict = load  # type: ignore[method-assign]
 
     def close(self, optimizer: Optimizer, *, steps: int = 0) -> None:
-        """Store the parameters that are still float32, and compress the optimizer's states."""
+        """Convert parameters that are still float32 back to 16 bits, and compress the optimizer's states."""
         self._hide(steps=steps)
         if self._is_widened or (self._asked and not any(map(compressed_state.asked_for, _params(optimizer)))):
             self._is_widened = False
@@ -161,9 +161,10 @@ class OptimizerHooks:
             )
 
     def warn_of_halves(self, optimizer: Optimizer) -> None:
-        """Warn if the optimizer steps 16-bit parameters without a remainder, which lose small updates.
+        """Warn if the optimizer steps trainable 16-bit parameters that ``store_weights`` has not stored.
 
-        The warning is repeated only if the number of 16-bit parameters without a remainder has grown.
+        Small updates of these parameters are rounded away. The warning is repeated only if the number of
+        these parameters has grown.
         """
         halves = [p for p in _params(optimizer) if p.requires_grad and is_unstored_half(p)]
         if len(halves) > self._halves:
@@ -178,7 +179,10 @@ class OptimizerHooks:
             )
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Make the parameters float32 for a step. A closure that the step calls runs on 16-bit parameters."""
+        """Make the parameters float32 for a step.
+
+        If the step calls a closure, the parameters are in 16 bits while the closure runs.
+        """
         if (self._shown or self._is_widened) and _is_within_its_step(optimizer):
             self._inner += 1
             return None
@@ -243,8 +247,9 @@ class OptimizerHooks:
         for number, param in enumerate(params):
             values = tree_leaves(state.get(number)) if isinstance(param, FrozenParameter) else []
             if any(isinstance(value, Tensor) and value.dim() > 0 for value in values):
-                # The frozen parameter has state, so it was trained before.
-                # A parameter that becomes trainable is stored, so that its state can be loaded in float32.
+                # The frozen parameter has optimizer state, so it was trained before.
+                # A frozen 16-bit parameter gets its storage format when it becomes trainable.
+                # It becomes trainable for a moment here, so that its state can be loaded in float32.
                 param.requires_grad_().requires_grad_(False)
         self._shown = show_fp32(params)
         load_entry_of_0_2(params, state_dict)
@@ -332,8 +337,8 @@ def _widen_fresh_state(optimizer: Optimizer) -> None:
     A constructor fills each state tensor with a single number.
 
     Raises:
-        ValueError: A 16-bit state tensor contains different numbers, so the optimizer has stepped or loaded a
-            state.
+        ValueError: The elements of a 16-bit state tensor differ from each other, so the optimizer has already
+            stepped or loaded a state dict.
     """
     for param in stored_params(_params(optimizer)):
         state = optimizer.state.get(param, {})

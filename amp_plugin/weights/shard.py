@@ -123,7 +123,8 @@ class StoredShard(DecodedTensor):
             mp_policy: The mixed-precision policy, whose ``param_dtype`` is the dtype of the gathered weight.
 
         Returns:
-            A tuple of one tensor, padded to the size of the first rank's shard, and None for the metadata.
+            A tuple that contains only the tensor to send, and None as the metadata. The tensor is padded to
+            the size of the first rank's shard.
         """
         del outer_stride, module
         dtype = mp_policy.param_dtype or torch.float32

@@ -53,7 +53,10 @@ class WeightStore:
         return len(stored_params(self._model.parameters()))
 
     def add(self, *optimizers: Optimizer) -> None:
-        """Add optimizers that were created after ``store_weights``, before they load a state dict."""
+        """Let optimizers that were created after ``store_weights`` update the stored weights in float32.
+
+        Call this method before the optimizers load a state dict.
+        """
         for optimizer in optimizers:
             add_optimizer(optimizer, self._state)
 
@@ -84,7 +87,7 @@ def store_weights(
     The parameters stay the same objects. State dicts, copies and pickles are the same as for a float32 model.
     Call ``store_weights`` before the first step and before DistributedDataParallel. If an optimizer is
     created later, pass it to the ``add`` method of the returned store before the optimizer loads a state
-    dict. An optimizer that loads no state dict is added automatically at its first step.
+    dict. An optimizer that loads no state dict need not be passed to ``add``.
 
     Args:
         model: A model in float32, bfloat16 or float16, on any device. If FSDP2 shards the model, the model
@@ -157,7 +160,7 @@ def store_weights(
 def restore_weights(model: nn.Module) -> None:
     """Make the stored weights of a model ordinary float32 weights, in place and exactly.
 
-    A model without stored weights does not change. The model's optimizers can continue. A
+    A model whose weights are not stored in 16 bits is left unchanged. The model's optimizers can continue. A
     DistributedDataParallel wrapper around the model can no longer be used.
 
     Args:
@@ -217,7 +220,7 @@ def _cast_names(module: nn.Module) -> Iterable[str]:
     """Return the names of a module's direct parameters that autocast always casts."""
     kind = type(module)
     names: Iterable[str] = next((names for known, names in _CAST.items() if isinstance(module, known)), ())
-    # cuDNN's RNNs accept only float16, so RNN weights are not stored on a GPU.
+    # cuDNN's RNNs accept only float16, so RNN weights are stored in 16 bits only on machines without a GPU.
     if isinstance(module, nn.RNNBase) and not torch.accelerator.is_available():
         names = module._flat_weights_names
     torchs: Any = next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn."))
@@ -227,7 +230,10 @@ def _cast_names(module: nn.Module) -> Iterable[str]:
 
 
 def _store(model: nn.Module, name: str, patterns: tuple[str, ...], seed: int) -> None:
-    """Store the chosen parameters of a model. Frozen 16-bit weights are stored once they become trainable."""
+    """Store the chosen parameters of a model in 16 bits.
+
+    Frozen parameters that are already in 16 bits are converted only when they become trainable.
+    """
     require_matches([model], patterns)
     # If a stored weight were on meta, to_empty() would create a 16-bit weight without remainder.
     if any(param.is_meta for param in model.parameters()):

@@ -42,7 +42,10 @@ _REQUIRES_GRAD: Final[Any] = Tensor.requires_grad
 
 @dataclass(eq=False, slots=True)
 class StoredWeight:
-    """Holds the remainder of a stored parameter, and records whether the parameter is float32 now."""
+    """Holds the bits of a float32 parameter that its 16-bit weight lacks (the remainder).
+
+    A StoredWeight also records whether the parameter is float32 now.
+    """
 
     # The name of the storage format, which is a key of FORMATS.
     name: str
@@ -102,8 +105,8 @@ def _set_grad(param: Tensor, given: Tensor | None) -> None:
 def _set_data(param: Tensor, given: Tensor) -> None:
     """Set the data of a stored parameter. Float32 data is stored exactly.
 
-    Data that is only the 16-bit weight cast to float32, as by ``model.float()``, is not stored. The next use
-    of the parameter then raises an error, because the cast has lost the remainder.
+    If the data is only a float32 cast of the 16-bit weight, for example from ``model.float()``, the data is
+    not stored. The next use of the parameter then raises an error, because the cast has lost the remainder.
     """
     if given.dtype is torch.float32 and given.shape == param.shape and given.device == param.device:
         present = _DATA.__get__(param).float()
@@ -292,11 +295,15 @@ def has_room(param: Tensor) -> bool:
 
 
 def remainder_of(param: Tensor) -> Tensor | None:
-    """Return the remainder of a parameter, or None if it has none."""
+    """Return the bits of a float32 parameter that its 16-bit weight lacks (the remainder).
+
+    The remainder of a float16 weight is a full float32 copy. Return None if the parameter is not in 16 bits
+    now, or if it has no remainder.
+    """
     weight = stored_weight(param)
     if weight is None or weight.shows or not weight.format.kept_bytes:
         return None
-    # no_grad() is not used as a decorator, because most calls return above and need no context.
+    # no_grad() is not used as a decorator, because most calls return before this line.
     with torch.no_grad():
         kept = _settled(param).kept
         if kept.dtype is torch.float32:
@@ -306,14 +313,14 @@ def remainder_of(param: Tensor) -> Tensor | None:
 
 
 def is_kept_alone(param: Tensor) -> bool:
-    """Return whether a parameter is stored without a remainder, as with stochastic rounding."""
+    """Return whether only the 16-bit weight of a parameter is stored, as with stochastic rounding."""
     weight = stored_weight(param)
     return weight is not None and not weight.shows and not weight.format.kept_bytes
 
 
 @torch.no_grad()
 def masters_of(params: list[Tensor]) -> list[Tensor]:
-    """Return float32 copies of parameters without a remainder, for :func:`store_masters_`."""
+    """Return float32 copies of parameters of which only a 16-bit weight is stored."""
     records = [_settled(param) for param in params]
     return records[0].format.join([half_of(param) for param in params], [record.kept for record in records])
 
