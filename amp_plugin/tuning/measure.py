@@ -68,7 +68,7 @@ class Measurement:
         return sum(not math.isfinite(error) for error in self.errors)
 
     def first(self, batches: int) -> Measurement:
-        """Return a copy with only the errors of the first batches. The bytes do not change."""
+        """Return a copy with only the gradient errors of the first batches. The byte counts do not change."""
         return replace(self, errors=self.errors[:batches], mean_errors=self.mean_errors[:batches])
 
     def cost(self, goal: SearchGoal) -> float:

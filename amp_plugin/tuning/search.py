@@ -194,7 +194,7 @@ class Search:
         return self._saves(now, known, default)
 
     def _saves(self, measured: Measurement, than: Measurement, default: Measurement) -> bool:
-        """Return whether one measured set of rules costs sufficiently less than another to justify a rule."""
+        """Return whether a measured set of rules costs enough less than another to justify one more rule."""
         goal = self._goal
         return measured.cost(goal) < than.cost(goal) - _LEAST_GAIN[goal] * default.cost(goal)
 

@@ -1,4 +1,4 @@
-"""Makes stored parameters float32 while an optimizer steps or loads a state dict.
+"""Makes 16-bit stored parameters float32 while an optimizer steps or loads a state dict.
 
 - In ``step()`` and ``load_state_dict()``, parameters and states are float32.
 - Inside a closure that ``step()`` calls, parameters are in 16 bits again, with the values that the step has
@@ -62,7 +62,7 @@ def add_optimizer(optimizer: Optimizer, state: str | None = None) -> None:
             format that was chosen earlier.
 
     Raises:
-        TypeError: Optimizers of this class cannot step stored parameters.
+        TypeError: Optimizers of this class cannot update 16-bit stored parameters.
         ValueError: The optimizer already has states in 16 bits.
     """
     if state is not None:
@@ -96,7 +96,7 @@ def add_late_optimizers() -> None:
 
 
 def add_if_late(optimizer: Optimizer) -> None:
-    """Call ``add_optimizer`` if an optimizer has stored parameters and was not added before."""
+    """Call ``add_optimizer`` if an optimizer has 16-bit stored parameters and was not added before."""
     has_them = getattr(getattr(optimizer, _ATTRIBUTE, None), "sees_steps", False)
     if not has_them and _are_kept(_params(optimizer)):
         add_optimizer(optimizer)
@@ -212,7 +212,7 @@ class OptimizerHooks:
         return None
 
     def _take_in_one_pass(self, optimizer: Optimizer) -> bool:
-        """Step in one pass, and hide the gradients so that the optimizer's own step does nothing."""
+        """Take a one-pass step, and hide the gradients so that the optimizer's own step does nothing."""
         stepped = [param for take in _takes_steps for param in take(optimizer)]
         self._hidden = [(param, param.grad) for param in stepped]
         for param in stepped:

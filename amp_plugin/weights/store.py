@@ -235,7 +235,7 @@ def _store(model: nn.Module, name: str, patterns: tuple[str, ...], seed: int) ->
     Frozen parameters that are already in 16 bits are converted only when they become trainable.
     """
     require_matches([model], patterns)
-    # If a stored weight were on meta, to_empty() would create a 16-bit weight without remainder.
+    # If a stored weight were on the meta device, to_empty() would create a 16-bit weight without remainder.
     if any(param.is_meta for param in model.parameters()):
         msg = f"weights={name!r} for a model on the meta device: give the model memory and values first"
         raise ValueError(msg)
@@ -265,7 +265,7 @@ def _computed_in_16_bits(model: nn.Module, name: str, patterns: tuple[str, ...])
         for key, param in own.items():
             if param is not None:
                 (found if key in names else others).add(param)
-    # A tied weight is stored only if autocast casts it in every module that uses it.
+    # A tied weight is stored in 16 bits only if autocast casts it in every module that uses it.
     found -= others
     gathered = gathered_dtypes(model)
     found -= gathered.keys()

@@ -2,7 +2,8 @@
 
 A parameter can be in these states:
 
-- *Stored*. The parameter is a 16-bit tensor, and its StoredWeight holds the remainder.
+- *Stored*. The parameter is a 16-bit tensor, and its StoredWeight holds the remainder. The remainder holds
+  the bits of the float32 value that the 16-bit tensor lacks.
 - *Shown*. The parameter is a float32 tensor. The Python object stays the same, and only its data is
   exchanged.
 - *Nested*. :func:`show_fp32` was called several times. The parameter is stored in 16 bits again after the
@@ -117,7 +118,7 @@ def _set_data(param: Tensor, given: Tensor) -> None:
 
 
 class StoredParameter(nn.Parameter):
-    """The class of a stored parameter while it is in 16 bits."""
+    """The class of a parameter while it is stored in 16 bits."""
 
     grad: Any = property(_GRAD.__get__, _set_grad, _GRAD.__delete__)
     data: Any = property(_DATA.__get__, _set_data)
@@ -139,7 +140,7 @@ class StoredParameter(nn.Parameter):
 
 
 def _set_requires_grad(param: nn.Parameter, wanted: bool) -> None:
-    """Set ``requires_grad``. A frozen parameter that becomes trainable is stored in the format chosen for it.
+    """Set ``requires_grad``. A frozen parameter that becomes trainable gets the format chosen for it.
 
     A copy of a frozen parameter has no chosen format, so the copy becomes float32 when it becomes trainable.
     """
@@ -157,7 +158,7 @@ class FrozenParameter(nn.Parameter):
     requires_grad: Any = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenParameter:
-        """Freeze the parameter, or make it trainable. A trainable parameter is stored."""
+        """Freeze the parameter, or make it trainable. A trainable parameter gets its storage format."""
         self.requires_grad = requires_grad
         return self
 
