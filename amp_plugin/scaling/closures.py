@@ -88,16 +88,16 @@ def step(
     is_scaled = state.shared.enabled
     norm_type = 2.0 if clip is None else clip.norm_type
     last: tuple[Tensor, Tensor] | None = None  # norm and found_inf in the last call
-    loss = value = None
+    loss = value = judged = None
 
     def check() -> Any:
-        nonlocal loss, last
+        nonlocal loss, last, judged
         loss = run(state, closure)
         with torch.no_grad():
             norm, found = state.unscale_(norm_type)
             # Only the first call is checked for a spike, because the weights change before later calls.
             if last is None:
-                norm, found, _ = state.judge(norm, found)
+                norm, found, _, judged = state.judge(norm, found)
             last = norm, found
             if not capturing(found.device) and found.item() > 0:
                 raise _NonfiniteError
@@ -118,7 +118,7 @@ def step(
     norm, found = last or state.measure(unscale=False)
     if clip is not None and skipped:
         clip.refuse_nonfinite(norm)
-    return value, state.close(norm, found, known=skipped, how=how, max_norm=clip and clip.max_norm)
+    return value, state.close(norm, found, judged, known=skipped, how=how, max_norm=clip and clip.max_norm)
 
 
 def _may_change_early(optimizer: Optimizer) -> bool:

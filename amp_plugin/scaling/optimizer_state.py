@@ -76,7 +76,6 @@ class OptimizerState:
             program may write to this dict.
         measurements: The measurements since the last step. They say which parameters overflowed.
         contributions: The previous loss scales of gradients that were rescaled, each with an overflow flag.
-        judged: The result of ``judge_step_`` for the current step; None if the step was not judged.
         result: The result of the last step.
     """
 
@@ -104,7 +103,6 @@ class OptimizerState:
         self._loss_scales: dict[LossScale, None] = {}  # the loss scales applied to losses
         # The previous loss scales of gradients that were rescaled, each with an overflow flag.
         self.contributions: list[tuple[LossScale, Tensor]] = []
-        self.judged: Tensor | None = None
 
     @property
     def optimizer(self) -> Any:
@@ -473,7 +471,7 @@ class OptimizerState:
 
     def judge(
         self, norm: Tensor, found_inf: Tensor, *, in_place: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Judge whether the step is a spike.
 
         Args:
@@ -482,21 +480,22 @@ class OptimizerState:
             in_place: True to clip the gradients in this method if the step is a spike.
 
         Returns:
-            Three values. The first value is the norm of the gradients that the step uses. The second value is
+            Four values. The first value is the norm of the gradients that the step uses. The second value is
             1.0 if the step must be skipped (float32, 0-dim). The third value is the factor by which the
-            caller must multiply the gradients; None means 1.
+            caller must multiply the gradients; None means 1. The fourth value is the result of
+            ``judge_step_``; None if the step was not judged.
         """
         before, spikes = norm if self.norm is None else self.norm, self.shared.spikes
         trackers = [scale.growth_tracker for scale in self._loss_scales]
         backward = self.shared.words.backward
-        self.judged = judged = spikes.judge(self.optimizer, (before, norm), found_inf, trackers, backward)
+        judged = spikes.judge(self.optimizer, (before, norm), found_inf, trackers, backward)
         found_inf = found_inf if judged is None else judged[0]
         self.found_inf_per_device = {found_inf.device: found_inf}  # a program's own step function reads it
         if judged is None or not spikes.clips:
-            return norm, found_inf, None
+            return norm, found_inf, None, judged
         if in_place:
             self.ledger.write(partial(multiply_, self.params, judged[1]))
-        return judged[5], found_inf, None if in_place else judged[1]
+        return judged[5], found_inf, None if in_place else judged[1], judged
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the optimizer's step without letting our hook refuse it."""
@@ -534,6 +533,7 @@ class OptimizerState:
         self,
         norm: Tensor,
         found_inf: Tensor,
+        judged: Tensor | None,
         *,
         known: bool | None,
         how: str,
@@ -548,7 +548,7 @@ class OptimizerState:
             used_norm=norm if seen else None,
             max_norm=max_norm if seen else None,
             found_inf=found_inf,
-            judged=self.judged,
+            judged=judged,
             scale_before=None if scale.value is None else scale.snapshot(),
             scale_after=scale.later,
             report=partial(report_of, self.params, found, self.names, self._optimizer),

@@ -104,7 +104,7 @@ def _take(
         match_memory_order(optimizer)
     norm_type = state.norm_type if clip is None else clip.norm_type
     norm, found = state.measure(unscale=not divides, norm_type=norm_type)
-    norm, found, factor = state.judge(norm, found, in_place=not is_one_pass)
+    norm, found, factor, judged = state.judge(norm, found, in_place=not is_one_pass)
     scale = next(iter(scales)) if divides else None
     divisor = None if scale is None else scale.require()
     if factor is not None:
@@ -116,7 +116,7 @@ def _take(
     value, skipped = plan.take(state, call, found, divisor)
     max_norm = None if clip is None else clip.max_norm
     return value, state.close(
-        norm, found, known=skipped, how=plan.how, one_pass=is_one_pass, max_norm=max_norm
+        norm, found, judged, known=skipped, how=plan.how, one_pass=is_one_pass, max_norm=max_norm
     )
 
 
@@ -130,10 +130,10 @@ def take_step_by(
     if core.is_step_refused(state):
         raise RuntimeError(_NO_UPDATE)
     state.begin_call()
-    norm, found, _ = state.judge(*state.measure(unscale=True))
+    norm, found, _, judged = state.judge(*state.measure(unscale=True))
     value = state.run_step(maybe_step)
     how = "the program's own _maybe_opt_step"
-    result = state.close(norm, found, known=bool(found.item() > 0), how=how)
+    result = state.close(norm, found, judged, known=bool(found.item() > 0), how=how)
     core.log.add(state.optimizer, result)
     return value, result
 

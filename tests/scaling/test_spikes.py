@@ -187,6 +187,37 @@ class _Params:
         return self._params
 
 
+class Failing(torch.optim.SGD):
+    """An optimizer that may use gradients before its closure, and whose step may fail."""
+
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise KeyError("no step")
+        return super().step(closure)
+
+
+def test_the_verdict_of_a_step_that_failed_is_not_that_of_the_next_one():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = Failing([weight], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0, on_spike=Spike(window=4, warmup=2, action="clip"))
+    for factor in (1.0, 1.0, 1.0, 100.0):
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        optimizer.fails = factor > 1.0
+        if not optimizer.fails:
+            scaler.step(optimizer)
+            scaler.update()
+    with pytest.raises(KeyError):
+        scaler.step(optimizer)
+    optimizer.fails = False
+    optimizer.zero_grad()
+    scaler.scale((weight * torch.inf).sum()).backward()
+    scaler.step(optimizer, weight.sum)
+    assert scaler.last_step(optimizer).verdict == "overflow"
+
+
 def test_each_optimizer_has_statistics_of_its_own():
     """The second optimizer's gradients are a thousand times larger, and only its own spike counts as one."""
     weights = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
