@@ -1,31 +1,24 @@
-"""Defines AmpPrecision, FabricAmpPrecision and AmpMonitor for the package ``lightning``.
-
-The module ``for_pytorch_lightning`` runs this file under its own name. The base classes are then those of the
-package ``pytorch_lightning``.
-"""
+"""Defines AmpPrecision, FabricAmpPrecision and AmpMonitor for the package ``lightning``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from lightning import fabric, pytorch
+from lightning.fabric.plugins import FSDPPrecision as FabricFSDPPrecision
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
+from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
 
 from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision, join_fabric
 from amp_plugin.adapters.lightning.monitor import Monitor
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 
-if TYPE_CHECKING or not __name__.endswith(".for_pytorch_lightning"):
-    from lightning import fabric, pytorch
-else:
-    import lightning_fabric as fabric
-    import pytorch_lightning as pytorch
 
-
-class AmpPrecision(TrainerPrecision, pytorch.plugins.MixedPrecision, pytorch.plugins.FSDPPrecision):  # type: ignore[misc, override]
-    __doc__ = (TrainerPrecision.__doc__ or "").replace("lightning.pytorch", pytorch.__name__)
+class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ignore[misc, override]
+    __doc__ = TrainerPrecision.__doc__
     package = pytorch
 
 
-class FabricAmpPrecision(FabricPrecision, fabric.plugins.MixedPrecision, fabric.plugins.FSDPPrecision):  # type: ignore[override]
-    __doc__ = (FabricPrecision.__doc__ or "").replace("lightning.fabric", fabric.__name__)
+class FabricAmpPrecision(FabricPrecision, FabricMixedPrecision, FabricFSDPPrecision):  # type: ignore[override]
+    __doc__ = FabricPrecision.__doc__
     package = fabric
 
 

@@ -1,21 +1,30 @@
-"""Defines AmpPrecision, FabricAmpPrecision and AmpMonitor for the package ``pytorch_lightning``.
-
-This module runs the file ``for_lightning.py`` under its own name. The file looks at the name to choose the
-base classes.
-"""
+"""Defines AmpPrecision, FabricAmpPrecision and AmpMonitor for the package ``pytorch_lightning``."""
 
 from __future__ import annotations
 
-import sys
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
-from typing import TYPE_CHECKING
+import lightning_fabric as fabric
+import pytorch_lightning as pytorch
+from lightning_fabric.plugins import FSDPPrecision as FabricFSDPPrecision
+from lightning_fabric.plugins import MixedPrecision as FabricMixedPrecision
+from pytorch_lightning.plugins import FSDPPrecision, MixedPrecision
 
-if TYPE_CHECKING:
-    from amp_plugin.adapters.lightning.for_lightning import AmpMonitor as AmpMonitor
-    from amp_plugin.adapters.lightning.for_lightning import AmpPrecision as AmpPrecision
-    from amp_plugin.adapters.lightning.for_lightning import FabricAmpPrecision as FabricAmpPrecision
+from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision, join_fabric
+from amp_plugin.adapters.lightning.monitor import Monitor
+from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 
-# ``inspect.getsource`` looks for the classes in this file.
-__file__ = str(Path(__file__).with_name("for_lightning.py"))
-SourceFileLoader(__name__, __file__).exec_module(sys.modules[__name__])
+
+class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ignore[misc, override]
+    __doc__ = (TrainerPrecision.__doc__ or "").replace("lightning.pytorch", "pytorch_lightning")
+    package = pytorch
+
+
+class FabricAmpPrecision(FabricPrecision, FabricMixedPrecision, FabricFSDPPrecision):  # type: ignore[override]
+    __doc__ = (FabricPrecision.__doc__ or "").replace("lightning.fabric", "lightning_fabric")
+    package = fabric
+
+
+class AmpMonitor(Monitor, pytorch.Callback):
+    __doc__ = Monitor.__doc__
+
+
+join_fabric(FabricAmpPrecision)
