@@ -69,7 +69,7 @@ def unscaled_hooks(scaler: Any) -> Iterator[None]:
 def _registering(
     register: Callable[..., Any], scale_of: Callable[[], Tensor | None], changed: int
 ) -> Callable[..., Any]:
-    """Return a registration method whose hooks receive unscaled gradients."""
+    """Return a version of ``register`` that passes unscaled gradients to the registered hooks."""
 
     @functools.wraps(register)
     def registered(owner: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -126,7 +126,10 @@ def _is_others(frame: FrameType) -> bool:
 
 @contextmanager
 def only_warning(what: str, end: Callable[[], object]) -> Iterator[None]:
-    """If code that only observes a run raises, call ``end`` and warn instead. The run continues."""
+    """Turn an exception in code that only observes a run into a warning, and call ``end``.
+
+    The run continues.
+    """
     try:
         yield
     except Exception as error:  # noqa: BLE001 - no error of an observer may end a run

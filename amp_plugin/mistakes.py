@@ -1,6 +1,7 @@
 """Describes known mistakes with mixed precision, for checks and error messages.
 
-``amp-plugin check`` finds these mistakes in source code. Errors and warnings at run time use the same texts.
+``amp-plugin check`` finds these mistakes in source code. Errors and warnings that are raised at run time take
+their wording from this file, too.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ _WRAPPED_AS: Final = {"module", "_orig_mod", "_forward_module", "_original_modul
 
 
 def module_paths(params: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return a dict from names to parameters, without parameters that no module of this process owns.
+    """Return a dict from names to the parameters that belong to modules of this process.
 
-    A name consists of the class of the outermost module and the parameter's path inside it. The function
-    scans all objects of the process, which takes about 0.1 s. Call this when an optimizer is prepared or an
-    error is reported, not in every step.
+    Parameters that belong to no module are left out. A name consists of the class of the outermost module
+    and the parameter's path inside that module. The function scans all objects of the process, which takes
+    about 0.1 s. Call this function when an optimizer is prepared or an error is reported, not at every step.
 
     Example:
         >>> loss = nn.Sequential(nn.PReLU())

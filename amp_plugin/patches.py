@@ -1,4 +1,7 @@
-"""Patches attributes temporarily, and makes new instances of a library's class instances of a subclass."""
+"""Patches attributes temporarily, and overrides methods in new instances of a library's class.
+
+The new instances belong to a subclass of the library's class, so ``isinstance`` keeps working.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Registers optimizer pre-step hooks that only observe the optimizer.
 
-In some optimizer steps, the kernel that updates the weights also unscales the gradients. Optimizer steps of
-this kind run no pre-step hooks, because a hook would see gradients that are still scaled. If an optimizer has
-an ordinary pre-step hook, amp_plugin therefore unscales its gradients before the step. If a hook neither
-reads gradients nor changes the optimizer, register it with :func:`register_quiet_hook`. A quiet hook does not
-change how the optimizer steps.
+In some optimizer steps, the kernel that updates the weights also unscales the gradients. A pre-step hook
+would see gradients that are still scaled, so an optimizer step with this kernel runs no pre-step hooks. If an
+optimizer has an ordinary pre-step hook, amp_plugin therefore unscales the gradients before the step. If a
+hook neither reads gradients nor changes the optimizer, register the hook with :func:`register_quiet_hook`. A
+hook registered in this way is called quiet. A quiet hook does not change how the optimizer steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-# The ids of the handles of quiet hooks. Torch never reuses an id.
+# The ids of all handles that ``register_quiet_hook()`` has returned. Torch never reuses an id.
 _quiet: set[int] = set()
 
 

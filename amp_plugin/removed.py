@@ -63,7 +63,7 @@ def removed_attribute(self: object, name: str) -> Any:
 
 
 def refuse_removed(owner: str, keywords: Iterable[str]) -> None:
-    """Raise TypeError if a keyword argument was removed. ``owner`` is the name of the called function."""
+    """Raise TypeError if the caller passes a removed keyword argument to the function named ``owner``."""
     for keyword in keywords:
         if (replaced_by := REMOVED.get(f"{keyword}=")) is not None:
             msg = f"{owner}({keyword}=...) was removed in 0.4: {replaced_by}"

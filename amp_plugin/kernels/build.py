@@ -257,7 +257,7 @@ def compile_core(folder: Path, width: str) -> Path:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment variables of the compiling process, which hide all GPUs from it."""
+    """Return the environment variables for the compiler process. The variables hide all GPUs."""
     folders = [os.environ.get("PATH", os.defpath)]
     with suppress(ImportError):  # ninja may be missing from PATH
         folders.append(importlib.import_module("ninja").BIN_DIR)
@@ -290,7 +290,10 @@ def _failure(log: Path) -> str:
 
 
 def write_cores(folder: Path) -> list[Path]:
-    """Compile the cores of a wheel for the installed torch and Python. `make wheels` calls this function."""
+    """Compile the native C++ cores that go into a wheel, for the installed torch and Python.
+
+    `make wheels` calls this function.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / core_name(width) for width in TARGETS]
     for width, file in zip(TARGETS, files, strict=True):

@@ -1,4 +1,4 @@
-"""The build cache is a folder that only its owner can write. Files are checked before they are used.
+"""The build cache is a folder that only its owner can write to. Files are checked before they are used.
 
 Each file ends with a checksum, which is the SHA-256 hash of everything before it. A truncated or damaged file
 does not match its checksum, and is rebuilt. Loaders of libraries and cubins ignore the checksum, because it

@@ -16,15 +16,15 @@ Every kernel on every device follows this contract:
   summed in float32. The sums of the chunks are added in float64, or by a tree reduction in a fixed order.
   Therefore the norm is accurate to 1e-6 and identical in every run. If a gradient contains inf or nan, the
   norm is inf or nan.
-- ``found_inf`` is a new float32 0-dim tensor that is exactly 0.0 or 1.0. ``found_inf`` is 1.0 if any element
-  of a gradient is not finite, before or after the op writes it. If only the square of an element overflows,
-  ``found_inf`` stays 0.0.
+- ``found_inf`` is a new float32 0-dim tensor that is exactly 0.0 or 1.0. ``found_inf`` is 1.0 if any
+  gradient element is inf or nan before the op, or if the op writes inf or nan to a gradient. If only the
+  square of an element overflows, ``found_inf`` stays 0.0.
 - ``flags`` is a new uint8 tensor ``[len(grads)]``. Bit 0 stands for inf and bit 1 for nan.
 - The three ops on weights accept float32, bfloat16 and int16 tensors of any strides and sizes.
 - Kernels increase the version counter of each tensor that they write. A factor of exactly 1 writes nothing.
 
-:mod:`amp_plugin.kernels.reference` defines in plain torch what each op does. Devices without faster kernels
-run the ops of the reference.
+:mod:`amp_plugin.kernels.reference` implements each op in plain torch, and defines what the op does. Devices
+without faster kernels run the plain torch implementation.
 """
 
 from __future__ import annotations

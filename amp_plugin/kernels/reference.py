@@ -421,8 +421,8 @@ class Rule:
             the hyperparameters by name. All tensors are float32 or wider. The function returns the new
             parameter and the new states.
         counters: The number of counters per parameter. The first counter counts the steps.
-        count: A function that computes the second counter from its old value, the first counter after this
-            step, and the hyperparameters.
+        count: A function that returns the new value of the second counter. The function takes the old value,
+            the first counter after this step, and the hyperparameters.
     """
 
     numbers: tuple[str, ...]
@@ -612,7 +612,7 @@ def _schedule_free(
 def _muon_momentum(
     _: Tensor, grad: Tensor, states: list[Tensor], __: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """Compute the input of Muon's matrix products (Jordan, 2024), and return it as the new parameter."""
+    """Return the matrix that Muon (Jordan, 2024) orthogonalizes, in the place of the new parameter."""
     buffer = states[0] + (1 - n.momentum) * (grad - states[0])
     return grad + n.momentum * (buffer - grad) if n.nesterov else buffer, buffer
 
@@ -620,7 +620,7 @@ def _muon_momentum(
 def _muon_update(
     param: Tensor, update: Tensor, _: list[Tensor], __: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """Compute the last part of Muon's step, where ``update`` is the result of the matrix products."""
+    """Compute the last part of Muon's step, where ``update`` is the orthogonalized matrix."""
     return ((1 - n.lr * n.weight_decay) * param - n.lr * n.ratio * update,)
 
 
@@ -675,7 +675,7 @@ RULES: Final = {
 }
 """Maps names to the rules of :func:`step_`. ``csrc/rules`` has the same rules in C++ and CUDA."""
 
-# The ``state`` argument of draws() for each kind of state. Each argument selects other random bits.
+# The ``state`` argument of draws() for each kind of state. Each value selects different random bits.
 _DRAWS: Final = {"square": 1, "second square": 2}
 
 
@@ -706,7 +706,8 @@ def step_(
             state is float32 or bfloat16 in the shape of its parameter, or 8-bit codes (see
             :mod:`.state_codes`). States are written.
         counters: The step count of every parameter (one element, float32 or float64). If the rule has a
-            second counter, the second counter of every parameter (float32) follows. Counters are written.
+            second counter, the list continues with the second counter of every parameter (float32). Counters
+            are written.
         remainders: The int16 tensors that together with the bfloat16 parameters give float32 weights, or an
             empty list. Remainders are written.
         rule: A key of :data:`RULES`.

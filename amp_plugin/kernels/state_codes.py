@@ -27,8 +27,8 @@ def draws(numel: int, step: Tensor | float, state: int, device: torch.device) ->
     """Return 16 random bits per element (int64) for stochastic rounding of a second moment.
 
     Only the bits of the first element in a block are drawn at random. The high bytes of the other elements
-    are computed from the first element, and are evenly distributed. ``state`` is 1 for ``exp_avg_sq`` and 2
-    for its maximum. Only the low 32 bits of ``step`` matter.
+    are computed from these bits, so that no two elements of a block have the same high byte. ``state`` is 1
+    for ``exp_avg_sq`` and 2 for the maximum of ``exp_avg_sq``. Only the low 32 bits of ``step`` matter.
     """
     number = step.to(torch.int64).reshape(()) if isinstance(step, Tensor) else int(step)
     places = torch.arange(numel, device=device)

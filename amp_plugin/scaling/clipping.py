@@ -131,7 +131,7 @@ def _owners(core: ScalerCore, target: Any, call: str) -> tuple[list[Tensor], lis
 
 
 def _unscale(core: ScalerCore, params: list[Tensor], states: list[OptimizerState]) -> None:
-    """Unscale and measure the gradients of these optimizers."""
+    """Unscale the gradients of these optimizers, and measure their norm."""
     if not (core.shared.enabled or core.shared.checks):
         return
     owned = {id(param) for state in states for param in state.params}

@@ -72,10 +72,10 @@ class GradScaler(TorchNames):
     optimizers, losses and calls there are::
 
         scale(loss)       Apply a requested update, and return the loss times the loss scale.
-        backward begins   Rescale gradients of earlier backward passes to the loss scale of the new pass.
+        backward()        First, rescale gradients of earlier backward passes to the loss scale of this pass.
         step(optimizer)   Unscale the gradients, and step if all gradients on all ranks are finite.
-        update()          Request an update. The loss scale changes after every registered optimizer has
-                          used its scaled gradients. end_iteration(), get_scale() and the next scale()
+        update()          Request an update. The loss scale changes once all registered optimizers have
+                          used their scaled gradients. end_iteration(), get_scale() and the next scale()
                           change the loss scale at once, and multiply unused scaled gradients by new/old.
 
     Args:
@@ -432,9 +432,9 @@ class GradScaler(TorchNames):
         Args:
             optimizer: The optimizer, after its step.
             wait: If True, wait for the device after a one-pass or fused step on a GPU, which is a host sync.
-                If False, never wait. Without waiting, the host learns of a skipped step about one step late,
-                and this method returns False for that later step instead. The method returns False exactly
-                once for each skip.
+                If False, never wait. If the host does not wait, it learns of a skipped step about one step
+                late. The method then returns False after a later step than the skipped one, but still exactly
+                once for each skipped step.
 
         Raises:
             RuntimeError: The optimizer has not stepped yet.

@@ -1,8 +1,8 @@
 """Groups the gradients of an optimizer, so that one kernel call can measure or multiply a whole group.
 
-A :class:`GradientBatch` is one group. Its gradients are on one device and have one shard layout. For a sparse
-gradient, the kernel gets its values; for a DTensor, it gets the local tensor. The native core collects
-gradients about ten times as fast as Python.
+A :class:`GradientBatch` is one group. All gradients of a group are on one device and have the same shard
+layout. The kernel gets the values of a sparse gradient, and the local tensor of a DTensor. The native core
+collects gradients about ten times as fast as Python.
 """
 
 from __future__ import annotations
@@ -100,9 +100,10 @@ class GradientBatch(NamedTuple):
     run: Callable[..., Any]
 
     def measure(self, factor: Tensor, norm_type: float, *, divide: bool = False, write: bool) -> Measurement:
-        """Measure the norm and the overflows of the gradients, multiplied or divided by ``factor``.
+        """Measure the norm and the overflows of the gradients after multiplication or division by ``factor``.
 
-        If ``divide`` is True, the gradients are divided. If ``write`` is True, they are changed in place.
+        If ``divide`` is True, the gradients are divided. If ``write`` is True, the gradients are changed in
+        place.
         """
         op = "unscale_" if write else "norm_check"
         found: tuple[Tensor, Tensor, Tensor] = self.run(op, factor, norm_type, divide)
@@ -190,8 +191,8 @@ def first_float16(params: list[Tensor]) -> Tensor | None:
 def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
     """Group the gradients of ``params``, so that one kernel call can process all gradients of a group.
 
-    Gradients that are Partial DTensors, float16 COO tensors, or lazily conjugated or negated are first
-    replaced in ``.grad``.
+    Some gradients in ``.grad`` are first replaced by a tensor that a kernel can process. A Partial DTensor is
+    reduced, a float16 COO tensor is coalesced, and a lazily conjugated or negated tensor is resolved.
     """
     found: dict[tuple[torch.device, ShardLayout | None, Any], tuple[list[Tensor], list[Tensor]]] = {}
     for param in params:

@@ -17,8 +17,8 @@ used again after step and update    assumed to carry S  unchanged               
 =================================== =================== ============================== ==================
 
 First :mod:`amp_plugin.scaling.optimizer_state` multiplies or divides the gradients, and then the ledger
-changes the records. After ``begin_backward`` a gradient carries T, and after ``carry_nothing`` it carries
-nothing. These sentences complete the table:
+changes the records. ``begin_backward`` records that gradients are multiplied by the loss scale T, and
+``carry_nothing`` records that gradients are unscaled. These sentences complete the table:
 
 - A record refers to a LossScale object S, not to a number. A gradient is divided by the value that S has at
   the time of the division.
@@ -36,9 +36,8 @@ nothing. These sentences complete the table:
   gradients are assumed to be scaled even if their version counters have not changed. If the optimizer has
   called ``unscale_`` but has not stepped, a gradient is assumed to be scaled only if its address has changed.
 - A program may set the stage of an optimizer in ``scaler._per_optimizer_states`` to READY, or remove the
-  optimizer's entry. The optimizer's gradients are then assumed to be scaled, just as they are after
-  ``step()`` and ``update()``. The gradients are also assumed to be scaled if a scaled backward pass begins
-  before the optimizer uses them.
+  optimizer's entry. The optimizer's gradients are then assumed to be scaled, as in the last row of the table.
+  The gradients are also assumed to be scaled if a scaled backward pass begins before the optimizer uses them.
 
 The ledger also knows whether a backward pass or the user has changed a gradient. Each time the ledger looks
 at a gradient, it records the gradient's address and version counter, to compare them later::
@@ -80,7 +79,7 @@ class Record:
     # Each key identifies an optimizer that has used the gradient since the last scaled backward pass.
     # Each value is True if the optimizer in the key has stepped since the gradient was last unscaled.
     used_by: dict[int, bool] = field(default_factory=dict)
-    # True if a backward pass added to the gradient after its last use and before the latest backward pass.
+    # True if any backward pass but the latest has added to the gradient since an optimizer last used it.
     has_grown: bool = False
 
     def is_changed(self, grad: Tensor | None) -> bool:
@@ -91,7 +90,7 @@ class Record:
         return seen[0].expired() or seen[1:] != now[1:]
 
     def is_elsewhere(self, grad: Tensor | None) -> bool:
-        """Return whether the gradient is None, or has a new address since it was last recorded."""
+        """Return whether the gradient is None, or its address has changed since it was last recorded."""
         now, seen = _seen(grad), self.seen
         return now is None or seen is None or seen[0].expired() or seen[1] != now[1]
 
@@ -171,11 +170,11 @@ class GradientLedger:
             record.seen = _seen(grad)
 
     def assume_scaled(self, scale: LossScale, optimizer: int, updates: int) -> bool:
-        """Record that unscaled gradients are scaled, if torch.amp would unscale them a second time.
+        """Mark unscaled gradients as scaled again, if torch.amp would unscale them a second time.
 
-        A gradient with which the optimizer has stepped is assumed to be scaled. If the optimizer has unscaled
-        a gradient but has not stepped with it, the gradient is assumed to be scaled only if its address has
-        changed.
+        After an optimizer step, the gradients that the step used are assumed to be scaled. If the optimizer
+        has unscaled a gradient but has not stepped, the gradient is assumed to be scaled only if its address
+        has changed.
 
         Args:
             scale: The loss scale by which the gradients are assumed to be multiplied.
@@ -220,8 +219,8 @@ class GradientLedger:
     def has_grown(self) -> bool:
         """Return whether a backward pass has added to a gradient since its last use.
 
-        Call this method only after a scaled backward pass has begun. If a gradient changed earlier than that,
-        the user may have changed it.
+        Call this method only after a scaled backward pass has begun. If a gradient changed before the
+        backward pass began, the user's code may have changed it.
         """
         return any(record.has_grown or record.is_changed(grad) for grad, record in self._each())
 

@@ -2,7 +2,7 @@
 
 A loss scale, its growth tracker and its hysteresis tracker are tensors on the device. One op updates the loss
 scale and both trackers on the device, so an update needs no host sync.
-:func:`amp_plugin.kernels.reference.update_scale_` defines the rule of the update.
+:func:`amp_plugin.kernels.reference.update_scale_` defines how an update changes the loss scale.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class LossScale:
     def edition(self) -> tuple[int, int]:
         """A pair of numbers that changes whenever the scale may have changed.
 
-        The pair also changes if a program writes to the scale's tensor.
+        The second number is the version counter of the scale's tensor, which changes if a program writes to
+        the tensor.
         """
         value = self.require()
         return self.generation, 0 if value.is_inference() else value._version
@@ -214,7 +215,7 @@ class LossScale:
             self.fill_(self.init_scale)
 
     def __reduce__(self) -> Any:
-        """Reduce to the options and the state dict. Copies and pickles can be loaded without a GPU."""
+        """Copy and pickle only the options and the state dict. A pickle can be loaded without a GPU."""
         return _restored, (self.options, self.state_dict())
 
 

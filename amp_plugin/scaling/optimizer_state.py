@@ -90,7 +90,7 @@ class OptimizerState:
         self.backwards = self._answered = 0
         self._sharers: list[OptimizerState] = []  # states of other optimizers that share parameters
         self.result: StepResult | None = None
-        # The optimizer's last stage, and the number of updates that had been requested when it was set.
+        # The stage that was set most recently, and the number of updates that had been requested by then.
         self._used = (OptState.READY, 0)
         self.forget()
 
@@ -144,8 +144,8 @@ class OptimizerState:
             others: The states of all optimizers of the scaler. The new ledger reuses the records of
                 parameters that optimizers share.
             last: The loss scale of the last scaled backward pass; None if there was none. Gradients of new
-                parameters are assumed to be multiplied by this loss scale. If ``last`` is None, they are
-                assumed to be multiplied by the default loss scale, as in torch.amp.
+                parameters are assumed to be multiplied by this loss scale. If ``last`` is None, the gradients
+                are assumed to be multiplied by the default loss scale, as in torch.amp.
         """
         mine = {id(param) for param in self.params}
         new = [param for param in params if id(param) not in mine]
@@ -241,7 +241,7 @@ class OptimizerState:
             raise RuntimeError(_STRAYS.format(kind=kind, count=len(named), some=some, backward=backward))
 
     def begin_backward(self, scale: LossScale) -> None:
-        """Rescale existing gradients to ``scale``, the loss scale of the backward pass that begins."""
+        """Rescale existing gradients to ``scale``, the loss scale of the backward pass that will now run."""
         if self.ledger.has_gradients():
             self._forget_if_zero()
         else:
@@ -279,7 +279,7 @@ class OptimizerState:
         self.contributions += [(scale, overflow) for overflow in overflows]
 
     def _forget_if_zero(self) -> None:
-        """Forget overflows of gradients that are zero now, because ``zero_grad()`` discards a batch."""
+        """Forget the overflows of gradients that ``zero_grad()`` has since set to zero."""
         if self.measurements:
             self.measurements = forgotten_if_zero(self.measurements)
             self.found_inf_per_device = {}
@@ -297,7 +297,7 @@ class OptimizerState:
         self.found_inf_per_device[found_inf.device] = found
 
     def forget_stale_norm(self) -> None:
-        """If loss scaling is off, forget the stored norm if a gradient has changed since it was measured.
+        """Without loss scaling, forget the stored norm if a gradient has changed since the norm was measured.
 
         If gradients are clipped several times before a step, the norm from before the first clip is kept.
         If loss scaling is on, this method does nothing, because hooks record each backward pass.
@@ -306,11 +306,11 @@ class OptimizerState:
             self.norm = None
 
     def replace_norm(self, norm: Tensor | None) -> None:
-        """Set the norm of the gradients to a norm that the caller has measured."""
+        """Replace the stored gradient norm with a norm that the caller has measured."""
         self.norm = norm
 
     def take_norm(self, norm: Tensor, norm_type: float) -> None:
-        """Set the norm of the gradients, unless a norm from before a clip is known."""
+        """Store a gradient norm, unless the norm from before clipping is already stored."""
         if self.norm is None:
             self.norm, self.norm_type, self._norm_at = norm, norm_type, self.backwards
 
@@ -320,13 +320,13 @@ class OptimizerState:
         """Measure the norm of the gradients over all ranks, and record whether there is an overflow.
 
         Args:
-            unscale: True also unscales them in place.
+            unscale: True also unscales the gradients in place.
             norm_type: The p of the p-norm.
             on_request: True if the user has called ``unscale_``.
 
         Returns:
-            Two tensors (float32, 0-dim). The first is the norm of the unscaled gradients. The second is 1.0
-            if a gradient was inf or nan since the last step, else 0.0.
+            Two tensors (float32, 0-dim). The first tensor is the norm of the unscaled gradients. The second
+            tensor is 1.0 if any gradient has been inf or nan since the last step, else 0.0.
         """
         if self.norm is not None and self.backwards > self._norm_at and self.ledger.has_grown():
             self.norm = None  # it was the norm of fewer micro-batches
@@ -425,8 +425,8 @@ class OptimizerState:
         """Set the stage that a program has written into ``_per_optimizer_states``.
 
         If the stage is UNSCALED or STEPPED, the gradients are treated as unscaled. If the stage is READY,
-        gradients that the optimizer has already unscaled or stepped with are treated as multiplied by the
-        default loss scale. This takes effect when the optimizer next uses the gradients, or when a scaled
+        gradients that were already unscaled or used in a step are assumed to be multiplied by the default
+        loss scale. The stage READY takes effect when the optimizer next uses the gradients, or when a scaled
         backward pass begins.
         """
         if stage is OptState.READY:

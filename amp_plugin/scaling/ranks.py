@@ -3,7 +3,7 @@
 One op packs norm**p and the overflow flag into one tensor. Collectives add up the packed tensors, and another
 op computes the norm from the sum. Along a mesh dimension that shards a gradient, norm**p is added up. Along a
 mesh dimension that replicates a gradient, norm**p is first divided by the size of the dimension. At the end
-the overflow flag is set to exactly 0 or 1, because the CPU's fused AdamW steps if found_inf is 2.0.
+the overflow flag is set to exactly 0 or 1. The CPU's fused AdamW would not skip a step if found_inf were 2.0.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Ranks:
         return norm, found
 
     def _places(self, measurements: Sequence[Measurement], layouts: Sequence[ShardLayout]) -> list[_Place]:
-        """Group the shard layouts by the ranks over which the norms of their gradients are combined."""
+        """Group the shard layouts, so that the norms of one group are combined over the same ranks."""
         seen = [found.layout for found in measurements]
         by_mesh: dict[DeviceMesh, dict[ShardLayout | None, None]] = {}
         for layout in (*layouts, *seen):

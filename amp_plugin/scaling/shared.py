@@ -22,7 +22,7 @@ class Shared:
     """The state that all optimizers of a scaler share.
 
     Args:
-        options: The options of the loss scales and of steps.
+        options: The options for loss scaling and optimizer steps.
         losses: The names of losses that have their own loss scale.
         ranks: The processes that decide together.
         device: The device type.
@@ -33,7 +33,7 @@ class Shared:
         ranks: As given.
         device: As given.
         enabled: As given.
-        words: The calls that error messages mention, as users of the entry point write them.
+        words: How error messages write calls such as ``step``, for the framework in use.
         scales_all: True if the entry point, such as Lightning, runs every scaled backward pass itself. If so,
             a backward pass that the user's program runs directly gives unscaled gradients.
         spikes: Judges whether a step is a spike.
@@ -79,10 +79,10 @@ class Shared:
         self.device, self.ranks = device, ranks
 
     def speak(self, words: Words, *, scales_all: bool) -> None:
-        """Set the calls that error texts name.
+        """Set how error messages write calls such as ``step``.
 
         Args:
-            words: The calls, spelled as users of the entry point write them.
+            words: The calls, written as in a program that uses this framework.
             scales_all: True if the entry point runs every scaled backward pass itself. If so, a backward pass
                 that the user's program runs directly gives unscaled gradients.
         """

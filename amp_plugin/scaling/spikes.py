@@ -84,7 +84,7 @@ class Spikes:
         self._rule = rule
         # References to optimizers with their statistics, in the order of their first steps.
         self._known: list[tuple[Callable[[], Any], Tensor]] = []
-        # Loaded statistics of the optimizers that have not stepped yet, in the same order.
+        # Statistics from a loaded state dict. At its first step, an optimizer takes the next entry.
         self._saved: list[list[float]] = []
         self._losses: list[Tensor] = []
         self._has_stepped = False  # True if an optimizer has stepped since the last loss
@@ -146,7 +146,7 @@ class Spikes:
 
     @property
     def clips(self) -> bool:
-        """Whether gradients of a spike are clipped, because ``action`` is ``"clip"``."""
+        """Whether the gradients of a step that is a spike are clipped (``action="clip"``)."""
         return self._rule is not None and self._rule.action == "clip"
 
     def _values(self, device: torch.device, backward: str) -> list[Tensor]:

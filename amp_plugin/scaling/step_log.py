@@ -315,7 +315,7 @@ class _Record:
         """Forget all skips."""
         self.skipped: Tensor | None = None  # float32, 0-dim, on the device
         self.in_a_row = 0
-        # The number of known skips for which learning rate schedulers have not been held back yet.
+        # The number of known skipped steps that have not held back the learning rate schedulers yet.
         self.owed = 0
         self.is_held = False
 
@@ -452,7 +452,8 @@ class StepLog:
             self.read(wait=self._waits or record.exact or len(self._late) > _MOST_LATE)
         finally:
             record.hold()
-        # Wait for the device only after ``hold``. Otherwise, schedulers would be held back one step earlier.
+        # If functions have subscribed to losses, wait for the device, but only after ``hold()``.
+        # A wait before ``hold()`` would hold back learning rate schedulers one step too early.
         if self._hearers:
             self.read(wait=True)
 

@@ -37,7 +37,8 @@ NEWS: Final = logging.getLogger("amp_plugin")
 _FILE_BYTES: Final = 64 * 2**20  # a new log file is started at this size
 _OLDER_FILES: Final = 9
 _MOST_NAMES: Final = 5
-# During warm-up, no step counts as a spike, and the spike limit is above this number.
+# A spike limit above this number is recorded as None.
+# During warm-up, the spike limit is float32's largest number, 3.4e38, and no step counts as a spike.
 _NO_LIMIT: Final = 3e38
 
 

@@ -174,7 +174,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         self[key].update(values)
 
     def complete(self) -> OptimizerRecords:
-        """Return these records, after adding one for each optimizer whose stage is not READY."""
+        """Add a record for each optimizer whose stage is not READY, and return all records."""
         for state in self._core:
             if state.stage is not OptState.READY and id(state.optimizer) not in self._wrapped.values():
                 self[id(state.optimizer)]
@@ -245,7 +245,10 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
             self.popitem()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[int, dict[str, Any]]:
-        """Copy the records into plain dicts. To restore the records later, a program may assign the copy."""
+        """Copy the records into plain dicts.
+
+        To restore the records later, a program may assign the copy to ``scaler._per_optimizer_states``.
+        """
         return {key: copy.deepcopy(dict(record), memo) for key, record in self.items()}
 
 

@@ -135,7 +135,7 @@ def set_by_hand(core: ScalerCore, call: str) -> Iterator[None]:
     """Multiply scaled gradients by new/old after the block has set loss scales.
 
     Raises:
-        RuntimeError: A scaled gradient is float16. Multiplying it by new/old would lose its small values.
+        RuntimeError: A scaled gradient is float16. Rescaling a float16 gradient would lose small values.
     """
     for state, param in _float16_gradients(core):
         raise RuntimeError(_FLOAT16_WAITS.format(call=call, name=state.name_of(param)))

@@ -1,7 +1,7 @@
 """The wording of calls in error messages, for plain PyTorch loops and for each framework.
 
-The scaler does not know whether Lightning, Accelerate or a plain loop uses it. Each adapter passes its own
-calls, so that an error names a call that the user's program can make.
+The scaler does not know whether Lightning, Accelerate or a plain loop uses it. Each adapter tells the scaler
+how calls are written in its framework. An error message can then name a call that the user can make.
 """
 
 from __future__ import annotations
