@@ -60,9 +60,10 @@ def _unnamed(optimizer: Optimizer, named: set[int]) -> list[Tensor]:
 
 
 def scaler_groups(*models: nn.Module) -> dict[str, Any]:
-    """Return the process group of an FSDP1 model.
+    """Return the process group of an FSDP1 model, as arguments for ``GradScaler``.
 
-    The key of the group says whether each rank holds whole or sharded gradients.
+    The group is passed as ``process_groups`` if each rank holds whole gradients, and as ``sharded_groups`` if
+    the gradients are sharded. The dict is empty if no model uses FSDP1.
     """
     root = next((model for model in models if isinstance(model, FullyShardedDataParallel)), None)
     if root is None or root.process_group is None:

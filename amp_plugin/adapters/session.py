@@ -86,7 +86,8 @@ class Session:
         sources: as given.
         device: the device type, such as ``"cuda"``. It is empty until the run begins.
         models: the models that were passed to :meth:`set_up_weights`, in order.
-        growth: measures how much the weights have grown. The error about too many skipped steps mentions it.
+        growth: measures how much the weights have grown. The error about too many skipped steps mentions
+            this growth.
         origins: records which gradients came from scaled backward passes.
         at_end: an exit stack with the changes that :meth:`end` undoes.
         measures_norms: True if gradient norms are measured even without clipping.
@@ -326,8 +327,8 @@ class Session:
         float32, and ``set_up_weights`` may be called again for the next run.
 
         Returns:
-            True if the model's weights were in 16 bits before they were set up. A checkpoint that was loaded
-            into 16-bit weights has been rounded to 16 bits.
+            True if the model had weights in 16 bits before this call. A checkpoint that was loaded into
+            16-bit weights has been rounded to 16 bits.
         """
         weights = self.options.weights
         stores = weights != "fp32"

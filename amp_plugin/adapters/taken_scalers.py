@@ -3,8 +3,8 @@
 During the run, ``torch.amp.GradScaler`` and its aliases refer to a subclass of ``amp_plugin.GradScaler`` with
 torch's class name and signature. Therefore ``type(scaler) is torch.amp.GradScaler`` holds, and subclasses in
 the program derive from amp_plugin's scaler. If the program assigns a method to ``torch.amp.GradScaler``, the
-scalers that replace torch's call that method. If the program subclassed torch's own class before the
-replacement began, instances of the subclass are replaced when they are created.
+replacement scalers use this method. If the program subclassed torch's own class before the run began,
+instances of the subclass are replaced when they are created.
 
 A scaler that replaces torch's is pickled as an instance of torch's class with torch's state. Therefore a file
 written under ``amp-plugin run`` can be loaded without amp_plugin. If the file is loaded under
@@ -116,7 +116,7 @@ def scalers_taken(
         kind = type(scaler)
         if not isinstance(kind, _StandsIn):
             kind = vars(kind).get("_stands_for")
-        if kind is None:  # the scaler has not replaced one of torch
+        if kind is None:  # the scaler does not replace a torch scaler
             return reduce(scaler, protocol)
         GradScaler.__getstate__(scaler)  # raises in the middle of an iteration
         made_empty = copyreg._reconstructor, (kind, object, None)  # type: ignore[attr-defined]

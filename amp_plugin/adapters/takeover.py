@@ -160,7 +160,7 @@ class Takeover:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Undo the takeover, and print what the program used."""
+        """Undo the takeover, and print which of the replaced torch features the program used."""
         self._undo.__exit__(kind, error, trace)
         self._failed = self._failed or not (kind is None or issubclass(kind, SystemExit))
         self._say_what_was_used()

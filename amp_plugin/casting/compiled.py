@@ -110,7 +110,7 @@ def _traced(*made_with: Any) -> TracedRegion:
 
 
 def teach_dynamo(kind: type[torch.autocast]) -> None:
-    """Make Dynamo trace regions that were created outside compiled code, and restart its tracing.
+    """Teach Dynamo to trace regions that were created outside compiled code, then restart the current trace.
 
     Dynamo treats instances of subclasses of ``torch.autocast`` like torch's own blocks, so it would drop the
     rules of a region. Therefore ``teach_dynamo`` adds ``kind`` to a table of types that Dynamo looks up

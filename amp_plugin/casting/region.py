@@ -315,7 +315,7 @@ def _completed(opening: Opening, dtype: torch.dtype | None, rules: OpRules | Non
 def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[Opening, Opening]:
     """Check a region's arguments with torch's own constructor, and return two argument tuples.
 
-    The autocast kernels open the region with one of the tuples. Only the second tuple enables the cast cache.
+    A region opens with one of these two tuples. Only the second tuple enables the cast cache.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         name = known_precision(dtype)

@@ -147,8 +147,8 @@ class OpRules:
         ValueError: the device, an op or a rule is unknown, or an op is not given by its full name.
 
     Attributes:
-        content: the differences from the rules of the installed torch, as JSON. Compiled graphs contain
-            ``content`` to refer to the rules.
+        content: the differences from the rules of the installed torch, as JSON. A compiled graph
+            stores ``content`` as a constant, to say which rules the graph uses.
 
     Example:
         >>> rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
@@ -310,7 +310,7 @@ class OpRules:
         return OpRules(device_type=self.device_type, rules=rules, keep=kept)
 
     def as_policy_of(self, device_type: str) -> OpRules:
-        """Return the same rules for another device type, such as CUDA's rules for the CPU."""
+        """Return a copy of these rules for another device type. For example, use CUDA's rules on the CPU."""
         return OpRules(device_type=device_type, rules=self.rules, keep=self.keep)
 
     def diff(self, other: OpRules) -> dict[str, tuple[str, str]]:

@@ -163,7 +163,8 @@ def rules_on_trial(rules: OpRules) -> Iterator[None]:
     tried. Inside the block, functions compiled by torch.compile run eagerly.
 
     Raises:
-        ValueError: ``AMP_PLUGIN_RULES`` is set, so regions would follow the rules of that file.
+        ValueError: ``AMP_PLUGIN_RULES`` is set. Regions would follow the rules in the file that this variable
+            names, and not ``rules``.
     """
     require_native("a trial of rules")
     if os.environ.get(RULES_VARIABLE):

@@ -98,7 +98,7 @@ Target = TypeVar("Target")
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-# The device types with autocast, without the unused types in which ``compiled.py`` stores op rules.
+# The device types that support autocast. ``compiled.py`` stores op rules under further, unused types.
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla")
 
 

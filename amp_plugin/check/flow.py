@@ -82,9 +82,9 @@ class Context:
         return replace(self, conditions=(*self.conditions, *facts(test, holds=holds)))
 
     def around(self, inner: Context) -> Context:
-        """Return the full context of a statement in a function.
+        """Return the full context of a statement in a function, seen from a call to this function.
 
-        ``self`` is the context of the call to that function.
+        The context of the call is ``self``. It comes first in the full context.
 
         Args:
             inner: The context of the statement within its own function.

@@ -192,7 +192,7 @@ class Names:
         )
 
     def made_by(self, call: ast.Call) -> set[str]:
-        """Return the roles of the object that a call creates."""
+        """Return the kinds of the object that a call creates, such as ``"optimizer"`` or ``"scaler"``."""
         dotted = self.dotted(call.func)
         if role := ROLES.get(dotted):
             return (

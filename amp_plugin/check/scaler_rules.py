@@ -266,7 +266,7 @@ def update_in_accumulation(module: Module) -> Iterator[Hit]:
 
 
 def _turn(event: Event) -> tuple[object, ...]:
-    """Return a key that is equal for all calls of one scaler in the body of one loop."""
+    """Return a key that is the same for all method calls on one scaler in the body of one loop."""
     return event.who, event.context.loops
 
 

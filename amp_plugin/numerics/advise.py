@@ -257,8 +257,8 @@ def _rounded_by(call: Call) -> Site | None:
     """Return the first op that must run in fp32 so that a number near 1 is not rounded to exactly 1.
 
     All ops between the last matrix product and the nan or inf need fp32. The first of these ops is returned.
-    The nan or inf arises in a later op, which is infinite at 1. Return None if rounding to 1 is not the
-    cause.
+    The nan or inf arises in a later op, whose result or derivative is infinite if its input is exactly 1.
+    Return None if rounding to 1 is not the cause.
     """
     if not call.arguments or not is_low_precision(call.arguments[-1].tensor.dtype):
         return None
@@ -322,7 +322,7 @@ def _finding(
 
 
 def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
-    """Return the op names that need a rule, so that the rule applies to every way of calling the op.
+    """Return the names of the ops that must get a rule, so that every way of calling ``op`` is covered.
 
     For ``aten::bmm.default`` the names are ``("aten::matmul", "aten::bmm")``. Most ops have a single name,
     their own. For casts, in-place ops and autograd functions there are no names, because no rule changes

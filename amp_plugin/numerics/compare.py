@@ -10,7 +10,7 @@ for each result that both runs have:
 
     if an input that differs comes from an op that only one run has, the programs differ at that op
 
-    if the op has an error that rounding does not explain in one run but not in the other, its kernels differ
+    if rounding explains the op's own error in only one of the two runs, the runs use different kernels
 
 Recordings of several ranks are compared rank by rank. The report names the rank whose results differ first,
 because the other ranks may only have received wrong results from this rank. compare_layouts.py compares a
@@ -76,8 +76,8 @@ class RunComparison:
         only_first, only_second: The number of op results that only one of the two runs has, such as the
             results of casts.
         differing: The number of compared results that differ in at least one bit.
-        first: The first result that differs in at least one bit. If results differ on several ranks, the
-            earliest of these results. None if no result differs.
+        first: The first result that differs in at least one bit, or None if no result differs. If results
+            differ on several ranks, ``first`` is the earliest of them.
         unexplained: The first difference that rounding does not explain, or None.
         unseen: The median, over all results, of the relative difference that rounding explains. Smaller
             errors go unnoticed.
@@ -90,10 +90,10 @@ class RunComparison:
             their weights started with the same bits. Only the first step with such gradients is listed.
         dropouts_first, dropouts_second: Dropouts in one recording whose masks are equal on shards, or differ
             between replicas.
-        mesh: The sizes of the mesh dimensions by name, including the micro-batches. ``mesh`` is empty unless
-            a single process was compared with several ranks or micro-batches. If ``mesh`` is not empty,
-            ``differing`` counts the results that rounding does not explain, and ``first`` equals
-            ``unexplained``.
+        mesh: Maps the name of each mesh dimension to its size. The micro-batches count as a mesh dimension
+            too. ``mesh`` is empty unless a single process was compared with several ranks or micro-batches.
+            If ``mesh`` is not empty, ``differing`` counts the results that rounding does not explain, and
+            ``first`` equals ``unexplained``.
         random: The number of results that are not compared because the two runs drew different random numbers
             for them.
     """
@@ -201,8 +201,8 @@ def compare_runs(
         names: Maps the names of modules in the first run to their names in the second run, if the runs use
             two implementations of one model. A name stands for a module and all its submodules, and ``*``
             stands for one component of a dotted name.
-        layouts: Combine the results of micro-batches, even if both recordings have a single process.
-            ``second`` must be the recording with more micro-batches.
+        layouts: Combine the results of micro-batches, even if each recording comes from a single-process
+            run. ``second`` must be the recording with more micro-batches.
 
     Raises:
         ValueError: A file does not contain a recorded run, or the file of a rank is missing although its

@@ -6,9 +6,9 @@
 
 Even in a correct program, an intermediate result on a rank may differ from the same result in the
 single-process run. For example, an embedding with sharded rows looks up wrong rows for some tokens and masks
-them afterwards. A result that differs is therefore reported only if a later result that is computed from it
-also differs. It is reported as well if the single-process run contains no later result that is computed from
-it.
+them afterwards. A result that differs is therefore ignored if the later results that are computed from it are
+equal in both runs, except for rounding. If no later result that is computed from it exists in both runs, the
+difference is reported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
 
     Returns:
         The results that differ by more than rounding explains, in the order in which the single process
-            computed them. The first of these results has an explanation.
+            computed them. The first of these results comes with a likely cause.
     """
     matches = Matches(whole, runs, names)
     judged = verdicts(matches)
@@ -67,16 +67,16 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
 def _arrival(matches: Matches, judged: Mapping[int, Verdict]) -> Callable[[Match], bool]:
     """Return a function that decides whether a result that differs is reported.
 
-    The function returns True if a later result that is computed from this result also differs. It also
-    returns True if no later result that is computed from this result exists in both runs.
+    The function returns True if a later result that is computed from this result also differs. The function
+    also returns True if the two runs have no common later result that is computed from this result.
     """
     readers = _readers(matches.runs)
 
     def next_shared(rank: int, number: int) -> Iterator[int]:
         """Yield the nearest later results that are computed from this result and exist in both runs.
 
-        For a result of a forward pass, only forward results are followed. For a result of a backward pass,
-        only backward results are followed.
+        Starting from a forward result, only later forward results are searched. Starting from a backward
+        result, only later backward results are searched.
         """
         seen, left = {number}, [number]
         records = matches.runs[rank].records

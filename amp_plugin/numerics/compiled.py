@@ -62,7 +62,8 @@ class CompiledComparison:
             one.
         graphs: The number of graphs that were compiled.
         compared: The number of results and gradients that were compared.
-        not_compared: Maps each reason why a result could not be compared to how often it occurred.
+        not_compared: A counter. Each key is a reason why results could not be compared, and its value is the
+            number of these results.
     """
 
     def __init__(self) -> None:
@@ -200,7 +201,7 @@ def _cuda_devices() -> range:
 
 
 class _EagerRuns:
-    """Eager runs of one call of a graph, on copies of its inputs."""
+    """Runs one call of a graph in eager mode, on copies of its inputs."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.inputs = list(map(_copied, inputs))
@@ -256,7 +257,7 @@ def _difference(
     inputs = [node for node in eager.module.graph.nodes if node.op == "placeholder"]
     output: Any = eager.module.graph.output_node().args[0]
     origin = _origin(eager, compile_graph)
-    # If no single op gives a different result, name the op that returns the result or reads the input.
+    # If no single op's result differs, name the op next to the graph's differing output or input.
     node = origin or (output[number] if kind == "result" else next(iter(inputs[number].users), None))
     result = f"result {number}"
     if kind != "result":

@@ -29,7 +29,7 @@ _FP8: Final = torch.float8_e4m3fn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpPlace:
-    """The results or operands of one op on one line of a program, as a place to emulate rounding.
+    """A place where rounding can be emulated, which is one op on one line of a program.
 
     Attributes:
         op: The name of the op without namespace and overload, such as ``"mul"``.
@@ -72,9 +72,9 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
             lists all ops and lines whose results can be rounded.
 
     Attributes:
-        found: Maps each op and line whose results are wider than ``dtype`` to the shape of the first result
-            there. The entries are in the order in which the ops first ran. If places are given, ``found``
-            contains only ops that belong to a given place.
+        found: Maps each pair of an op and a line whose results are wider than ``dtype`` to the shape of the
+            first result of this pair. The entries are in the order in which the ops first ran. If places are
+            given, ``found`` contains only ops that belong to a given place.
         product: The module that called the last matrix product of the forward pass; None if there is none.
         last: The op and line of the last matrix product. None if the result of this product is not wider than
             ``dtype``.
@@ -82,7 +82,8 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
 
     def __init__(self, dtype: torch.dtype, places: Iterable[OpPlace] = ()) -> None:
         self._dtype = dtype
-        # Maps the name of an op to its chosen places. Ops without a chosen place are skipped to save time.
+        # Maps the name of an op to the places where its rounding is emulated.
+        # If any place is given, ops without a place are skipped to save time.
         self._chosen: dict[str, set[OpPlace]] = {}
         for place in places:
             self._chosen.setdefault(place.op, set()).add(place)

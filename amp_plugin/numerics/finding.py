@@ -91,10 +91,11 @@ class Finding:
             - ``"infinity"``: The op computed with infs that the program had written on purpose.
             - ``"empty"``: The op computed a mean or variance of too few elements.
             - ``"divergence"``: The weights have grown too much.
-            - ``"loss scale"``: The loss scale may be too large. - The causes ``"lost updates"``,
-            ``"underflow"`` and ``"no step"`` say why the model does not learn. - The causes ``"data"``,
-            ``"weight"``, ``"unwritten"``, ``"collective"``, ``"constant"``, ``"function"``, ``"dtype"``,
-            ``"scaled clip"`` and ``"order"`` say the same as ``kind``.
+            - ``"loss scale"``: The loss scale may be too large.
+            - ``"lost updates"``, ``"underflow"``, ``"no step"``: The reason why the model does not learn.
+            - ``"data"``, ``"weight"``, ``"unwritten"``, ``"collective"``, ``"constant"``, ``"function"``,
+              ``"dtype"``, ``"scaled clip"``, ``"order"``: The cause adds no information to ``kind``.
+
         op: The full name of the op, for example ``"aten::exp.default"``. For the kind ``"order"``, the name
             of the scaler's method.
         forward_op: If the op ran in a backward pass, the name of its forward op. Otherwise empty.
@@ -115,9 +116,10 @@ class Finding:
         when: A string with the numbers of forward passes, backward passes and optimizer steps so far.
         device_type: The device type of the op's results, for example ``"cpu"``.
         in_block: Whether the op or, for a backward op, its forward op ran in an autocast block.
-        rule_names: The ops that need an fp32 rule if 16 bits are the reason. See ``OpRules.with_rule``.
-        source: The path of the weight that held the nan or inf. If the input data held it, the batch, the
-            tensor and the row, as far as they are known.
+        rule_names: The ops that need an fp32 rule, if computing in 16 bits is the cause of the nan or inf.
+            See ``OpRules.with_rule``.
+        source: The path of the weight that held the nan or inf. If the input data held the nan or inf,
+            ``source`` names the batch, the tensor and the row, as far as they are known.
         lesson: A string with further facts, such as the missing call for the kind ``"order"``, the loss scale
             and the limit for ``"clip"``, the dtypes of the inputs for ``"dtype"``, and the measurement for
             ``"learning"``.

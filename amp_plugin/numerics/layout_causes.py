@@ -1,9 +1,9 @@
 """Find out why a result is wrong in a run on several ranks.
 
 The cause may be a missing sum over the ranks, a superfluous sum, or a wrong order of the elements. First,
-look for a factor, a sum over ranks or an order of the elements that would make the result right. If nothing
-makes the result right, the explanation names the mesh dimensions that may be responsible. A mesh dimension
-may be responsible if inputs differ along it, or if ranks exchanged data along it earlier.
+look for a factor, a sum over ranks or an order of the elements that would make the result right. If no
+correction makes the result right, the explanation names the mesh dimensions that may be responsible. A mesh
+dimension may be responsible if inputs differ along it, or if ranks exchanged data along it earlier.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Cause(NamedTuple):
         """Return the cause, but keep only those of its mesh dimensions that the clues also point to.
 
         Each clue is the collection of mesh dimensions that one observation points to, such as the dimensions
-        along which an input differs. Only the first clue that has a dimension in common with the cause is
-        used. If no clue has one, the cause does not change.
+        along which an input differs. Only the first clue that contains one of the cause's mesh dimensions is
+        used. If no clue contains one of them, the cause is returned unchanged.
         """
         for clue in clues:
             axes = tuple(axis for axis in self.axes if axis in clue)
@@ -174,8 +174,8 @@ def explained(
 def wrong_ranks(layout: Layout, best: Combined, allowed: float, mesh: ProcessMesh) -> tuple[int, ...]:
     """Return the ranks whose replicas of a tensor are wrong.
 
-    If the ranks' pieces are summed to get the tensor, no single rank can be blamed. In this case, return all
-    ranks that hold a piece.
+    If the tensor is the sum of pieces on several ranks, no single rank can be blamed. Then return all ranks
+    that hold a piece of the sum.
     """
     number = len(mesh.axes)
     wrong = {place for place, apart in best.unlike.items() if apart > allowed * best.condition}
@@ -235,7 +235,7 @@ def _cause_in_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verd
 def _inputs_of(match: Match, matches: Matches, index: int) -> dict[tuple[int, ...], Piece] | None:
     """Return, for each rank, input number ``index`` of the op that computed a result.
 
-    Return None if the op has no input with this number on some rank.
+    Return None if the op has no input at this index on at least one rank.
     """
     if any(len(record.reads) <= index for record in match.theirs):
         return None
@@ -302,7 +302,7 @@ def _exchanged_before(match: Match, matches: Matches) -> tuple[Axis, ...]:
 
 
 def _made_alone(match: Match, matches: Matches) -> str:
-    """Describe an op that computed an input of a result on a rank, but did not run in the single process.
+    """Describe an input that comes from an op that ran on a rank, but not in the single-process run.
 
     Return an empty string if every op that computed an input of the result also ran in the single process.
     """

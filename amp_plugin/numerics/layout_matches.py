@@ -6,7 +6,7 @@ for each step, direction, module and op:
 
     if each rank has as many results as the single-process run, match the results one to one
 
-    if each micro-batch on a rank has as many results as that run, match the results one to one
+    else if each micro-batch on a rank has as many results as the single-process run, match them one to one
 
     else drop results whose shapes cannot match any result of the other run, and count the results again
 """
@@ -36,7 +36,7 @@ class Match(NamedTuple):
             these four.
         pieces: Maps mesh coordinates to (rank, index of the result in that rank's run).
         mine: The record of the result in the single-process run.
-        theirs: The records of the corresponding results of the ranks.
+        theirs: The record of the matching result on each rank.
         layout: The result of the single-process run, and its pieces on the ranks.
         is_gradient: Whether the result is a gradient that reaches the optimizer.
     """

@@ -58,11 +58,12 @@ class Verdict(NamedTuple):
 
     Attributes:
         best: The simplest way to combine the ranks' pieces into a result that is close enough to the
-            single-process result. If no way is close enough, the way that comes closest.
+            single-process result. If no way of combining the pieces is close enough, ``best`` is the
+            closest one.
         usual: The largest relative difference that rounding would explain if the inputs were equal in both
             runs.
         allowed: The largest relative difference that rounding explains, given how much the inputs differ.
-        is_random: True if the two runs drew different random numbers for the result, so that it is not
+        is_random: True if the two runs drew different random numbers for the result. Then the result is not
             judged.
     """
 
@@ -99,7 +100,7 @@ class _Judge:
         # The estimates are used for results that only one of the two runs has.
         self._swept: dict[int, list[float]] = {}
         self._follows_random = False
-        # The norms of tensors that are split over the ranks, as indices of results in the single-process run.
+        # The indices of single-process results that are norms of tensors split over the ranks.
         self._numbers_of_norms: set[int] = set()
 
     def judged(self, match: Match) -> Verdict:
@@ -163,7 +164,8 @@ class _Judge:
         """Return the first way of combining the pieces that gives nearly the single-process result.
 
         The relative difference from the single-process result must be at most ``usual``. If no way of
-        combining the pieces comes that close, return the way with the smallest difference.
+        combining the pieces has a difference of at most ``usual``, return the one with the smallest
+        difference.
         """
         layout = match.layout
         if match.is_gradient:
@@ -195,7 +197,7 @@ def _of_signs(record: OpRecord, inputs: float) -> float:
 
     Adam and similar optimizers divide each element of a gradient by the element's own magnitude. An element
     that is smaller than the gradient's rounding error may have the opposite sign in the other run. The
-    opposite sign changes the step of this element by twice its size. If the fraction of elements with the
+    opposite sign changes this element's step by twice the step's size. If the fraction of elements with the
     opposite sign is ``inputs``, the two steps differ by 2 * sqrt(inputs), relative to the norm of one step.
     """
     if not _GOES_BY_SIGNS.search(record.op) or not record.held.norm or math.isinf(inputs):

@@ -2,9 +2,9 @@
 
 The ranks form a mesh. Along each dimension of the mesh, the pieces of a tensor are shards, partial sums or
 replicas. The sums and sketches of shards and of partial sums are added up (see parts.py). Replicas must be
-equal. The shapes of the pieces show whether the tensor is sharded. The values of a tensor that is not sharded
-show whether its pieces are replicas or partial sums. If each rank runs several micro-batches one after
-another, the micro-batches count as one more dimension of the mesh.
+equal. The shapes of the pieces show whether the tensor is sharded. If the tensor is not sharded, the values
+of its pieces show whether they are replicas or partial sums. If each rank runs several micro-batches one
+after another, the micro-batches count as one more dimension of the mesh.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Layout:
 
         If the positions of the pieces are known, the pieces can always be compared. Otherwise, no piece may
         be larger than the tensor, and the recording must contain the tensor's sums over its split dimensions.
-        A tensor that is not split needs a piece on every rank.
+        If the tensor is not split, every rank must have recorded it.
         """
         if self.is_located:
             return True
@@ -108,7 +108,7 @@ class Layout:
     def ways(self, *, are_means: bool = False, are_backward: bool = False) -> Iterator[Combined]:
         """Yield every way of combining the pieces that is possible with their shapes.
 
-        Ways of combining the pieces that sum them along fewer mesh dimensions come first.
+        Combinations that sum the pieces along fewer mesh dimensions come first.
 
         Args:
             are_means: Whether each piece could be a mean over one rank's part of the batch. If so, the mean

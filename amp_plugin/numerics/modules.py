@@ -1,4 +1,4 @@
-"""Track which module runs, which tensors are weights, how weights grow, and how many steps have run."""
+"""Track which module runs, which tensors are weights, how their norms grow, and how many steps have run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Tracker:
             prefix = self._names[model] if model in self._names else _class_of(model)
             self._name_tree(model, prefix=prefix)
             self._names.setdefault(module, prefix)
-            # Recomputation by activation checkpointing in a backward pass is not a forward pass.
+            # Recomputation by activation checkpointing in a backward pass does not count as a forward pass.
             self.forward_passes += torch._C._current_graph_task_id() == -1
         modules.append(module)
 

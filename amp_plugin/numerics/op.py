@@ -132,7 +132,7 @@ class OpTraits:
 
     @cached_property
     def partly_unwritten(self) -> tuple[int, ...]:
-        """The indices of results that only the backward pass uses and that the op writes only in part."""
+        """The indices of results that only the backward pass uses, with some elements never written."""
         return (1,) if self._packet == "_ctc_loss" else ()
 
     @cached_property
@@ -142,7 +142,7 @@ class OpTraits:
 
     @cached_property
     def calls_in_block(self) -> bool:
-        """Whether the op's kernel calls other ops, which autocast casts."""
+        """Whether the op's kernel calls other ops whose inputs autocast casts."""
         return self._packet in _AUTOCAST_INSIDE
 
     @cached_property
@@ -291,7 +291,7 @@ class Call:
     def made(self, output: Any) -> list[Argument]:
         """Return the arguments that the op has written, and its results.
 
-        Results that are written only in part are left out.
+        Results of which the op writes only some elements are left out.
         """
         written = [argument for argument in self.given if argument.name in self.traits.written]
         known = {id(argument.tensor) for argument in written}
@@ -464,7 +464,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.has_compiled = False  # whether a compiled function was called, which then ran eagerly
         self._block_of_kernel = ""  # the device type of the autocast block around the next fused kernel
         self.sites = ForwardSites()  # where the ops of the forward passes were called
-        # Maps an op to how often it could not run again, or how often its inner ops could not be watched.
+        # Maps an op to the number of its calls that could not be repeated or watched on the inside.
         self.unseen: Counter[str] = Counter()
         self._simulated: tuple[int, ...] = ()  # the ranks that torch simulates in this process, if any
         self._owners: Storages[int] = Storages()  # maps a storage to the simulated rank that owns it
@@ -508,7 +508,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return choose_and_note
 
     def _as_in_block(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a fused op, so that autocast casts inputs of its inner ops as it does outside this region."""
+        """Wrap a fused op, so that autocast still casts the inputs of the op's inner ops in this region."""
 
         def run_in_block(first: Tensor, *args: Any, **kwargs: Any) -> Any:
             device = first.device.type

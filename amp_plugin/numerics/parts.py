@@ -1,8 +1,8 @@
 """Describe a rank's part of a tensor by numbers that can be combined with those of other ranks.
 
-A tensor that a single process holds as a whole may be spread over several ranks. Each rank stores numbers
-that are linear functions of its part. Therefore, the numbers can be added up after all ranks have written
-their files.
+A tensor that is whole in a single-process run may be split over the ranks of a distributed run. Each rank
+stores numbers that are linear functions of its part. Therefore, the numbers can be added up after all ranks
+have written their files.
 
 - If the tensor is split along a dimension, each rank sums its part over this dimension. The total of these
   sums is the sum of the whole tensor over this dimension. The order of the parts does not matter.

@@ -23,7 +23,7 @@ _STANDARD = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"
 _TYPED = ("<stdin", "<ipython-input-")
 _INSTALLED = ("site-packages", "dist-packages")
 
-# Functions in these files run between the program's code and a dispatch mode.
+# On the call stack, functions in these files lie between the program's code and the dispatch mode.
 _AROUND_OPS = (_OURS, str(Path(_TORCH, "_dynamo")), str(Path(_TORCH, "_compile.py")))
 
 _MACHINERY, _LIBRARY, _PROGRAM = range(3)
@@ -125,7 +125,7 @@ class Site:
 
     @classmethod
     def here(cls, op: str, module: str) -> Site:
-        """Return the site of the op that is running."""
+        """Return the place in the source code where the running op was called."""
         # torch.is_autocast_enabled() is always False inside an op, so the nesting depth is read.
         depth = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()

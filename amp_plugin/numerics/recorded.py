@@ -65,7 +65,7 @@ class OpRecord:
     reads: tuple[Fingerprint, ...]  # the fingerprints of the inputs in a run without rounding
     eps: float  # the eps of the coarsest dtype among the result and the inputs
     excess: float  # the op's own error, divided by the error that rounding explains
-    taken: float  # the rounding error of the inputs if the result was taken as exact; else 0
+    taken: float  # if the result was taken as exact, the rounding error of its inputs; otherwise 0
 
     @property
     def base(self) -> str:

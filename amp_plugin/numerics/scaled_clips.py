@@ -55,8 +55,8 @@ class _Clip:
         name: The name of the function.
         limit: The limit to which the gradients are clipped.
         places: The lines that called the function, as ``called_from`` returns them.
-        grad: A weak reference to one of the clipped gradients. It is set only if the optimizer of these
-            gradients has not been passed to a scaler yet.
+        grad: A weak reference to one of the clipped gradients. The reference is set only if the optimizer of
+            these gradients has not been passed to a scaler yet.
         version: The version counter of ``grad`` after the clip.
     """
 

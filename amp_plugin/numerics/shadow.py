@@ -22,7 +22,8 @@ from amp_plugin.precision import short_name
 
 Key = tuple[str, str, str]  # module, op, direction
 
-# An op stands out if its accumulated error exceeds _JUMP_TO and _JUMP_BY times the largest earlier error.
+# An op stands out if its accumulated error is above two limits. The first limit is _JUMP_TO.
+# The second limit is _JUMP_BY times the largest accumulated error of the ops before it.
 _JUMP_TO, _JUMP_BY = 0.05, 10.0
 
 
@@ -137,7 +138,7 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
         """Prepare the arguments of both runs in the wide dtype, from the inputs and their shadows."""
         if call.traits.is_view or not call.is_repeatable:
             return
-        # If the op writes to arguments, the additional runs use copies and do not overwrite shadows.
+        # If the op writes to its arguments, the extra runs get copies, so the stored wide values stay.
         shadows, copy = self.shadows, bool(call.traits.written)
 
         def arriving(tensor: Tensor) -> Tensor:
@@ -297,8 +298,8 @@ def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.flo
     Each op runs three times:
 
     1. The first run is the program's own, and its results do not change.
-    2. The second run is in the wide dtype on the same inputs, and shows the error that the op itself adds.
-    3. The third run is in the wide dtype on inputs without rounding, and shows the accumulated error.
+    2. The second run uses the wide dtype and the same inputs. It shows the error that the op itself adds.
+    3. The third run uses the wide dtype and inputs that were never rounded. It shows the accumulated error.
 
     Only ops with 16-bit results are listed. The region needs memory for the wide values of every live tensor.
 

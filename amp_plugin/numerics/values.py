@@ -313,7 +313,7 @@ class Storages(Generic[Value]):
 class ShadowValues(Storages[Tensor]):
     """Keeps a copy in a wider dtype, called a shadow, for each storage.
 
-    The shadow of a storage is a flat tensor. All views of a storage share the shadow of this storage.
+    The wide copy of a storage is a flat tensor. All views of a storage share one wide copy.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -323,7 +323,7 @@ class ShadowValues(Storages[Tensor]):
     def follows(self, tensor: Tensor) -> bool:
         """Return whether a copy in the wider dtype (a shadow) can be kept for a tensor.
 
-        The tensor must be dense, and its dtype must not be wider than that of the shadow.
+        The tensor must be dense, and its dtype must not be wider than that of its copy.
         """
         return (
             type(tensor) in PLAIN  # other tensor types wrap a plain tensor or have no memory of their own

@@ -2,7 +2,7 @@
 
 for each op, look at its results
 
-    if a result is finite, remove any origin that is recorded for its memory
+    if a result is finite, forget the inf or nan that was recorded for the memory of this result
 
     if an input was not finite but the result is, the op has absorbed the inf or nan
 
@@ -235,7 +235,7 @@ class Watch:
         for position in traits.partly_unwritten:
             self._origins.set(output[position], Origin("unwritten", site=call.site))
         results = [result for result in call.made(output) if not result.is_discrete]
-        # If this rank passed an inf or nan into a collective, the results get the same origin.
+        # If this rank passed an inf or nan into a collective, the collective's results get the same Origin.
         if traits.is_unwritten or traits.is_collective:
             sent = next(self._read_by(call), None) if traits.is_collective else None
             kind: Kind = "collective" if traits.is_collective else "unwritten"
@@ -371,7 +371,7 @@ class Watch:
         site = call.forward_site
         first = None if site is None else self._first_at.get(site)
         if first is not None and (first.is_reported or first.is_compared):
-            return first  # an op and its derivative have the same origin
+            return first  # an inf or nan of an op and of its derivative is reported once
         origin = self._new("made", call, result, judged.held, site)
         if site is not None:
             self._first_at.setdefault(site, origin)
@@ -422,8 +422,8 @@ class Watch:
     def read_elsewhere(self) -> Iterator[Finding]:
         """Yield findings about infs and nans that were used, but reached no gradient or weight.
 
-        An inf or nan is used if Python reads it as a number, or if an op such as argmin selects elements by
-        it.
+        An inf or nan counts as used if Python reads it as a number. It also counts as used if an op such as
+        argmin selects elements by it.
 
         Overflows of fp16 gradients are left out, because the scaler needs them to find the loss scale.
         """
@@ -475,7 +475,7 @@ class Watch:
 def _is_another(result: Tensor, wide: Tensor) -> bool:
     """Return whether an element differs by more than 50 % from its value in a wider dtype.
 
-    Elements whose wider value is outside the range of the result's dtype are ignored.
+    An element is ignored if its value in the wider dtype is outside the range of the result's dtype.
     """
     info = torch.finfo(result.dtype)
     holds = (wide.abs() >= info.smallest_normal) & (wide.abs() <= info.max)

@@ -80,7 +80,7 @@ class History:
     def __init__(self) -> None:
         self.steps = self.skipped = self._zero_steps = 0  # numbers of steps of all optimizers
         self.is_wrong = False  # whether the last step was skipped or had a non-finite loss or gradient
-        self.growth = 1.0  # the factor by which weights had grown by the last skipped or non-finite step
+        self.growth = 1.0  # the growth factor of the weights at the last skipped or non-finite step
         # The steps whose loss was not finite, or that updated weights with non-finite gradients.
         self.wrong_steps: list[int] = []
         self.skips: list[Skip] = []  # the first _MOST_SKIPS skipped steps

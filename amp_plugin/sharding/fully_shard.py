@@ -34,9 +34,9 @@ def fully_shard(
     ``fp32_modules`` become separate units too. Gradients of micro-batches are summed in the dtype in which
     they are reduced, even after ``set_requires_gradient_sync(False)``.
 
-    If ``plan.weights`` is not ``"fp32"``, weights that are gathered in 16 bits are stored in that format by
-    ``store_weights``. To also compress the optimizer's state, call ``store_weights(model, optimizer,
-    weights=..., state=...)`` afterwards.
+    If ``plan.weights`` is not ``"fp32"``, ``fully_shard`` calls ``store_weights`` to convert weights to the
+    format ``plan.weights``. Only weights that are gathered in 16 bits are converted. To also compress the
+    optimizer's state, call ``store_weights(model, optimizer, weights=..., state=...)`` afterwards.
 
     Args:
         model: The model, which is changed in place. Create its optimizer afterwards. Modules that are already

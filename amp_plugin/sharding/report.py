@@ -54,8 +54,8 @@ class ShardUnit:
         reduced: The dtype in which the unit's gradients are reduced, or None if all its weights are frozen.
         parameters: The number of elements in the unit's weights before sharding. Under tensor parallelism,
             only this rank's elements are counted.
-        local_bytes: The bytes of the unit's weights on this rank, including ``remainder_bytes``.
-        remainder_bytes: The bytes of the remainders or float32 copies of weights that are stored in 16 bits.
+        local_bytes: The size of the unit's weights on this rank in bytes, including ``remainder_bytes``.
+        remainder_bytes: The size in bytes of the remainders or float32 copies that belong to 16-bit weights.
         state: The format of the optimizer moments of the unit's trainable weights, which is ``"fp32"``,
             ``"bf16"`` or ``"8bit"``.
     """
@@ -419,7 +419,7 @@ class CollectiveLog(list[Collective]):
 
 @contextmanager
 def log_collectives() -> Iterator[CollectiveLog]:
-    """Record the collectives that this process calls in a block, including those of backward passes.
+    """Record the collectives that this process calls in a ``with`` block, including those of backward passes.
 
     Yields:
         The log. Each collective is added to the log when it is called. Barriers are left out. Recording

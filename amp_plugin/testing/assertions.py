@@ -5,17 +5,19 @@ Each op runs twice, in the program's dtypes and in a wide dtype whose rounding i
 ``explained`` is the square root of the sum of the squares of two numbers:
 
 - The first number is the relative error of the op itself, but at most half an eps of its dtype.
-- The second number stands for the rounding of earlier ops. It is the largest value of ``explained`` among
-  the op's inputs.
+- The second number is an allowance for the rounding of earlier ops. This allowance is the largest value of
+  ``explained`` among the op's inputs.
 
 Some derivatives are discontinuous, such as the derivative of relu at 0. If rounding moves an input across a
 discontinuity, the result changes by more than the rounding error. Therefore a third term is added
-to the sum of squares. It is the share of the result's squared norm that comes from elements that crossed the
-discontinuity. The third term is at most three times the second number.
+to the sum of squares. The third term is the share of the result's squared norm that comes from elements whose
+input crossed the discontinuity. In the sum of squares, this third term is at most three times the largest
+``explained`` among the op's inputs.
 
 An assertion fails if a loss, or the gradients of a step, differ from the wide-dtype run by more than three
 times ``explained``. An assertion also fails if rounding the weights loses too large a fraction of an update.
-The lost fraction may be at most three times the largest ``explained`` of the gradients.
+The lost fraction of an update may be at most three times the largest value of ``explained`` among all
+gradients.
 """
 
 from __future__ import annotations

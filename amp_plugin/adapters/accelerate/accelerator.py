@@ -63,7 +63,8 @@ class AmpAccelerator(EntryPoint, Accelerator):
     are supported. Without a GPU, the processes that torchrun starts form a process group on the CPU.
 
     Under DeepSpeed, the options are translated into DeepSpeed config keys. Under Megatron-LM and XLA, a
-    precision other than ``"no"`` raises an error. An fp8 library other than torchao raises an error too.
+    precision other than ``"no"`` raises an error. Requesting an fp8 library other than torchao also raises an
+    error.
 
     Args:
         *args: the arguments of Accelerator.
@@ -500,7 +501,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
         If the checkpoint has no loss scale, warn and keep the current loss scale.
         """
-        # If the scaler is not None, Accelerate reads scaler.pt, even if that file is missing.
+        # Accelerate fails if it sees a scaler and scaler.pt is missing. Therefore the scaler is hidden.
         with self.session.aside(), replaced(self, "_shown", None):
             super().load_state(*args, **kwargs)
 

@@ -192,7 +192,7 @@ class EngineScaler(GradScaler):
 
     @property
     def _torchs(self) -> Any:
-        """The scaler of torch that the engine's ZeRO optimizer uses under autocast, or None."""
+        """The torch ``GradScaler`` that the engine's ZeRO optimizer uses under autocast, or None."""
         return getattr(self._engine.optimizer, "torch_autocast_gradscaler", None)
 
     def get_scale(self, name: str | None = None) -> float:

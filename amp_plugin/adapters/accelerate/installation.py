@@ -73,9 +73,9 @@ def _warn_of_earlier_ones() -> None:
 
 
 def _set_weights_up_before_transformers_loads() -> None:
-    """Make ``transformers.Trainer`` set up weights before it loads a checkpoint.
+    """Make ``transformers.Trainer`` convert weights to their storage format before it loads a checkpoint.
 
-    If the checkpoint were loaded first, it would be rounded to 16 bits.
+    If the checkpoint were loaded into 16-bit weights first, its values would be rounded to 16 bits.
     """
     trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer is None or hasattr(trainer._load_from_checkpoint, "sets_up_weights"):

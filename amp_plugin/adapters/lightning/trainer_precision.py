@@ -290,7 +290,10 @@ class TrainerPrecision(PrecisionCore):
         return float(trainer.gradient_clip_val)
 
     def _closure_and_hooks(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any]) -> Any:
-        """Run forward and backward, then call hooks and clip, with unscaled gradients."""
+        """Run forward and backward, then call hooks and clip gradients.
+
+        If the user's methods may read the gradients, the gradients are unscaled after the backward pass.
+        """
         result = closure()
         scaler, trainer, is_seen = self._scaler, model.trainer, bool(self._users_methods)
         if scaler.is_enabled():
@@ -302,7 +305,7 @@ class TrainerPrecision(PrecisionCore):
             by_value = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"
             if is_seen or by_value or self.settings.on_nonfinite == "ignore":
                 scaler.core.measure(optimizer)  # before they are clipped
-        self._after_closure(model, optimizer)  # type: ignore[attr-defined] # Lightning's
+        self._after_closure(model, optimizer)  # type: ignore[attr-defined] # Lightning's method
         return result
 
     # -- clipping --------------------------
@@ -310,7 +313,7 @@ class TrainerPrecision(PrecisionCore):
     def _clip_gradients(self, model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Clip as Lightning does, unless the optimizer step itself clips."""
         if self._max_norm_of_step(model.trainer) is None:
-            super()._clip_gradients(model, optimizer, *args, **kwargs)  # type: ignore[misc] # Lightning's
+            super()._clip_gradients(model, optimizer, *args, **kwargs)  # type: ignore[misc] # Lightning's method
 
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
