@@ -3,13 +3,13 @@
 ``python -m benchmarks`` measures all sections on the CPU, and writes results/ and the figures in docs/.
 ``python -m benchmarks cuda`` measures all sections on a GPU.
 ``python -m benchmarks --only ops clipping`` measures two sections, and keeps the saved figures of all others.
-``python -m benchmarks --check`` runs only comparisons for which a limit is promised, and writes no file.
-With ``--check``, the exit code is 1 if a promised limit is missed by more than 10 %.
+``python -m benchmarks --check`` runs only comparisons that have a promised limit, and writes no file.
+With ``--check``, the exit code is 1 if a result is more than 10 % worse than its promised limit.
 ``python -m benchmarks --keep`` measures and saves figures, but does not write the documentation.
 ``python -m benchmarks --draw`` writes the documentation from the figures saved for this machine.
 ``python -m benchmarks cuda --draw --figures FILE`` writes the documentation from figures of another machine.
 ``python -m benchmarks cuda --promises --figures FILE`` shows whether each promised limit is met. With
-``--promises``, the exit code is 1 if a promised limit is missed by more than 10 %.
+``--promises``, the exit code is 1 if a result is more than 10 % worse than its promised limit.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def figures(options: argparse.Namespace) -> Report:
 
 
 def show_promises(report: Report) -> int:
-    """Print whether each promised limit is met. Return 1 if a limit is missed by more than the tolerance."""
+    """Print whether each result meets its limit. Return 1 if one is worse by more than the tolerance."""
     outcomes = [outcome for record in report.sections.values() for outcome in record.outcomes]
     for outcome in outcomes:
         for verdict in outcome.verdicts:

@@ -1,7 +1,7 @@
 """Compare the time of training steps with AmpAccelerator and with stock Accelerate.
 
-Stock Accelerate does not support fp16 on the CPU. On the CPU, the benchmark therefore gives stock
-Accelerate torch's GradScaler and torch.autocast.
+Stock Accelerate does not support fp16 on the CPU. On the CPU, the benchmark therefore uses stock
+Accelerate with torch's GradScaler and torch.autocast.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Ops(Section):
     key = "ops"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield comparisons of ops with and without casts, of regions, and of ops outside regions."""
+        """Compare ops with casts, ops without casts, ops outside regions, and entering a region."""
         yield from nothing_to_cast(setting)
         yield from something_to_cast(setting)
         yield from regions(setting)
@@ -182,8 +182,8 @@ def kept_casts(setting: Setting) -> Iterator[Comparison]:
 def uses_of_one_weight(setting: Setting) -> dict[str, dict[str, Call]]:
     """Return functions, each of which uses one weight 200 times.
 
-    One function opens amp_plugin.autocast. Two functions open torch.autocast, one with
-    amp_plugin's kernels and one with torch's own kernels.
+    One function enters an ``amp_plugin.autocast`` region. Two functions enter a ``torch.autocast`` region,
+    one with amp_plugin's kernels and one with torch's own kernels.
     """
     weight = torch.nn.Parameter(torch.randn(512, 512, device=setting.device))
     inputs = torch.randn(4, 512, device=setting.device)

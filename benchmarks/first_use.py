@@ -46,7 +46,10 @@ class FirstUse(Section):
     timing = "wall time in a fresh process"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Time compiling the native core, except in a smoke test, and loading it from the cache."""
+        """Measure how long it takes to load the native core from the cache, and to compile the core.
+
+        A smoke test does not compile the core.
+        """
         if not setting.tiny:
             limit = (Gate(limit=40.0, measure="ours", against=OURS),)
             yield _comparison("compiled, with an empty cache", compiled, rounds=3, gates=limit)

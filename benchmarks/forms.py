@@ -1,4 +1,4 @@
-"""Compare the bandwidth of the GPU kernels with ``copy_``, for dtypes of gradients, weights and states."""
+"""Compare the bandwidth of GPU kernels with that of ``copy_``, for several gradient and state dtypes."""
 
 from __future__ import annotations
 

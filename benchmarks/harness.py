@@ -91,8 +91,8 @@ class Gate:
     Attributes:
         limit: The limit of the measure.
         measure: The measure, a key of ``MEASURES``.
-        against: The label of the variant that amp_plugin is compared with. The measure ``"ours"`` compares
-            nothing, so a gate with this measure has the label of amp_plugin as ``against``.
+        against: The label of the variant that amp_plugin is compared with. If ``measure`` is
+            ``"ours"``, the limit applies to amp_plugin's own result, and ``against`` is amp_plugin's label.
     """
 
     limit: float
@@ -143,8 +143,8 @@ class Comparison:
     Attributes:
         name: The row of the table.
         samples: Maps the label of each variant to a function that measures one sample, in ``unit``. The first
-            variant is ours.
-        table: The name of the table. Comparisons of the same table must have the same labels.
+            variant is amp_plugin.
+        table: The name of the table. All comparisons in one table must have the same labels.
         unit: The unit of a sample: ``"us"``, ``"bytes"`` or another one.
         rounds: The number of rounds whose samples are used.
         warm_up: The number of warm-up rounds, whose samples are discarded.
@@ -177,8 +177,9 @@ class Outcome:
 
     Attributes:
         times: Maps the label of each variant to a summary of its samples, divided by ``Comparison.per``.
-        ratios: Maps the label of each other variant to a summary of our samples divided by that variant's
-            samples. A variant is left out if one of its measured values is 0.
+        ratios: Maps the label of each variant except amp_plugin to a summary of ratios. A ratio is
+            amp_plugin's sample divided by the other variant's sample. A variant is left out if one of its
+            measured values is 0.
     """
 
     name: str

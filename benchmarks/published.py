@@ -16,7 +16,7 @@ from benchmarks.report import Report
 
 
 def publish(file: Path) -> Report:
-    """Save the figures of a GPU run, and write their tables and plots into the documentation.
+    """Save the results of a GPU run, and write them into the documentation as tables and plots.
 
     Args:
         file: A JSON file with the benchmark report of a GPU run and the results of the other GPU checks.

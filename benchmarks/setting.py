@@ -93,7 +93,7 @@ class Section:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Set torch's number of threads to ``count`` in a block. If it is 0, torch chooses."""
+    """Set torch's number of threads to ``count`` inside a ``with`` block. A count of 0 changes nothing."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

@@ -51,7 +51,10 @@ def ratio(spread: Spread) -> str:
 
 
 def loses(row: Outcome, label: str) -> bool:
-    """Return True if we are at least 1 % slower in the median, and slower in at least 75 % of the rounds."""
+    """Return True if amp_plugin is clearly slower than the variant ``label``.
+
+    Clearly slower means at least 1 % slower in the median round, and slower in at least 75 % of the rounds.
+    """
     spread = row.ratios.get(label)
     if label not in RIVALS or spread is None:
         return False
@@ -162,7 +165,7 @@ def parts(report: Report) -> str:
 
 
 def summary(report: Report, most: int = 10) -> str:
-    """List comparisons for which a ratio to torch or to a stock plugin is promised, at most ``most`` of them.
+    """List up to ``most`` comparisons that have a promised ratio to torch or to a stock plugin.
 
     The first comparison of each section is chosen, then the second of each section, and so on. The chosen
     comparisons are listed in the order of the report.

@@ -41,7 +41,7 @@ def joint_loss(first: Tensor, second: Tensor, labels: Tensor) -> tuple[Tensor, T
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train two digits classifiers and test them. Return the record of the run.
+    """Train two classifiers of handwritten digits and test them. Return the record of the run.
 
     Args:
         config: A config that was checked.

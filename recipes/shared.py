@@ -425,8 +425,8 @@ class TrainingRecord:
         log_loss: Whether the loss is drawn on a logarithmic axis.
         results: Further rows of the table, ``{name: value}``.
         curves: Maps the name of an additional plot, with its unit, to the values to plot, one per step.
-        compared: Maps the name of a plot that compares runs to a dict from the name of each run to its
-            values.
+        compared: Maps the name of each comparison plot to a dict, which maps the name of each run to the
+            values to plot.
         half_widths: Half the width of the band around each line of ``compared``, for each step. The dict has
             the same structure as ``compared``.
         pictures: Maps a file name to a grid of gray images, ``[rows, columns, height, width]`` in [0, 1].

@@ -55,7 +55,7 @@ from amp_plugin.tuning.workload import used_ops
 
 _WORTH: Final = 0.9  # removing a cause must reduce the gap to less than this fraction of its former size
 _NEGLIGIBLE: Final = 0.05  # the search stops when the gap is below this fraction of ``floor``
-# Of the roundings whose gaps are within this factor of the smallest gap, the search takes the simplest.
+# Of the emulated roundings that leave a gap within this factor of the smallest gap, the simplest is chosen.
 _NEAR: Final = 1.05
 _MOST_CAUSES: Final = 6
 _SEARCHED: Final = 4  # the search tries roundings and op rules on this many batches
@@ -227,7 +227,7 @@ def _follows_rules(trainer: Trainer) -> bool:
 
 
 def _price(trainer: Trainer, after: Trainer) -> tuple[float, float]:
-    """Return the seconds of a forward and backward pass, before and after the trainer was changed."""
+    """Return the time in seconds of a forward and backward pass, before and after the trainer was changed."""
     is_changed = bool(after.changes) or after.head is not None
     before, then = (part.first(_SEARCHED).seconds for part in (trainer, after))
     return timed_in_turns(before, then if is_changed else None)

@@ -77,7 +77,7 @@ class Measurement:
         return costs.get(goal, self.error)
 
     def growth(self, goal: SearchGoal, default: Measurement) -> float:
-        """Return the ratio of the gradient error to the gradient error with the default rules.
+        """Return the measured gradient error divided by the gradient error with the default op rules.
 
         The result is the larger of the ratios for ``error`` and ``mean_error``. If the goal is ``"accuracy"``
         or ``"gap"``, bytes are compared instead of gradient errors. The result is then the larger of the
@@ -119,9 +119,9 @@ def gradient_errors(gradients: Gradients, reference: Gradients, *, batch: int) -
     out. ``batch`` is the number of the batch, for error messages.
 
     Returns:
-        Two relative errors. The first error treats the gradients of all parameters as one vector. The second
-        error is the mean of the relative gradient errors of the individual parameters. If a gradient is not
-        finite, both errors are inf.
+        Two relative errors. The first error is computed over the gradients of all parameters, joined into one
+        vector. The second error is the mean of the relative gradient errors of the individual parameters. If
+        a gradient is not finite, both errors are inf.
     """
     if reference.keys() != gradients.keys():
         odd = sorted(reference.keys() ^ gradients.keys())
@@ -161,13 +161,13 @@ def _power_of_two(sums: Iterable[tuple[float, float, float]]) -> float:
 def saved_bytes() -> Iterator[list[int]]:
     """Yield a list that collects the sizes in bytes of the tensors that autograd saves.
 
-    Each storage counts once. Parameters do not count.
+    Each storage is counted once. Parameters are not counted.
     """
     sizes: list[int] = []
     seen: Storages[bool] = Storages()
 
     def pack(tensor: Tensor) -> Tensor:
-        # Tensors that activation checkpointing saves in the backward pass do not count.
+        # Tensors saved while activation checkpointing recomputes a forward pass in backward are not counted.
         in_backward = torch._C._current_graph_task_id() != -1
         base = tensor._base if tensor._base is not None else tensor
         if in_backward or isinstance(base, nn.Parameter) or not storage_address(tensor):

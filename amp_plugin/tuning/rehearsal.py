@@ -232,8 +232,8 @@ def is_in(format_name):
 '''
 _TRANSFORMER_ENGINE: Final = """{comments}
 # Pass this file to nvdlfw_inspect.api.initialize(config_file=...).
-# Layers that are not named here run in the recipe of te.autocast.
-# Before TransformerEngine 2.12, the feature is called DisableFP8Layer.
+# Layers that are not named here use the recipe passed to te.autocast.
+# Before TransformerEngine 2.12, the feature was called DisableFP8Layer.
 layers_in_bf16:
   enabled: True
   layers:

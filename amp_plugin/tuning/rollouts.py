@@ -271,7 +271,7 @@ def _sample_of(line: str) -> Sample:
     return Sample(**found)
 
 
-# Maps names that inference engines use to the keys of a rollout file.
+# Maps the names used by inference engines to the keys of a rollout file.
 _ALIASES: Final = {
     "prompt_token_ids": "prompt_ids",
     "input_ids": "prompt_ids",

@@ -2,7 +2,7 @@
 
 measure the default rules
 
-on the first batch, measure each rule of each used op alone
+on the first batch, try each rule of each used op by itself, with default rules for all other ops
 
 on half of the batches, go through the rules that lowered the cost, from the largest saving to the smallest
 
@@ -12,7 +12,9 @@ go through the rules up to three times, until no more rules are added
 
 drop each chosen rule that does not lower the cost
 
-while the chosen rules exceed the budget on all batches, drop the rule that was added last
+measure the chosen rules over all batches together
+
+while the measured rules exceed the budget or do not lower the cost, drop the rule that was added last
 """
 
 from __future__ import annotations
@@ -141,7 +143,7 @@ class Search:
         return measured
 
     def best(self, ops: Iterable[str]) -> Changes:
-        """Return the rule changes that together lower the cost the most, in the order of their addition.
+        """Return the rule changes that together lower the cost the most, in the order they were added.
 
         Return an empty tuple if no rule change lowers the cost.
         """
@@ -194,14 +196,15 @@ class Search:
         return self._saves(now, known, default)
 
     def _saves(self, measured: Measurement, than: Measurement, default: Measurement) -> bool:
-        """Return whether a measured set of rules costs enough less than another to justify one more rule."""
+        """Return whether a set of rules is cheaper than another by enough to justify one more rule."""
         goal = self._goal
         return measured.cost(goal) < than.cost(goal) - _LEAST_GAIN[goal] * default.cost(goal)
 
     def nearest(self) -> str:
         """Of the rule sets that lower the cost but exceed the error budget, describe the most accurate one.
 
-        Return ``""`` if no rule set does both, or if the goal is "accuracy" or "gap".
+        Return ``""`` if no tried rule set lowers the cost but exceeds the error budget, or if the goal is
+        "accuracy" or "gap".
         """
         goal = self._goal
         if goal in {"accuracy", "gap"}:  # here the budget limits the bytes

@@ -52,8 +52,8 @@ class Trainer:
             setting is a tensor, it has one number for each sampled token of all batches.
         changes: Changes to the op rules.
         head: The Linear layer that runs in fp32, or None.
-        emulated: The roundings of the generator that the trainer emulates.
-        dtype: The dtype of the emulated roundings.
+        emulated: Suspected roundings in the generator. The trainer rounds in the same places.
+        dtype: The dtype to which results are rounded if a rounding is emulated.
     """
 
     step: Step

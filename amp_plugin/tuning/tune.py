@@ -35,8 +35,8 @@ class Tuning:
         rules: The chosen rules. If the search found no better rules, the default rules are kept.
         goal: The goal of the search.
         budget: The fraction by which the gradient error was allowed to grow. With the goal ``"accuracy"``,
-            the fraction by which the bytes saved for the backward pass, and the bytes that are cast, were
-            allowed to grow.
+            the budget instead limited the growth of two numbers, the bytes stored for the backward pass and
+            the bytes cast.
         reference: The dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
         before: The measurement of the default rules on all batches.
         after: The measurement of the chosen rules on all batches.
@@ -45,7 +45,7 @@ class Tuning:
         changes: The chosen rules that differ from the default rules.
         tried: All sets of rules that were tried, in order, with their measurements.
         nearest: A description of the most accurate set of rules that lowers the cost but exceeds the error
-            budget. ``nearest`` is empty if no set of rules does both.
+            budget. ``nearest`` is empty if no set of rules lowers the cost but exceeds the budget.
         is_followed: False if op rules have no effect, because autocast is off or each autocast block has its
             own rules.
         jump: A sentence about the op at which the accumulated error jumps with the default rules, and lines
@@ -211,8 +211,9 @@ def tune(
             bytes that are cast. ``"accuracy"`` makes gradients finite with a minimal set of fp32 ops, and
             reduces the error of gradients that are already finite. ``Gap(rollout)`` brings a trainer's
             log-probabilities closer to those of its generator.
-        budget: The fraction by which the gradient error may grow. With the goal ``"accuracy"``, the fraction
-            by which the bytes saved for the backward pass, and the bytes that are cast, may grow.
+        budget: The fraction by which the gradient error may grow. With the goal ``"accuracy"``, the
+            budget instead limits the growth of two numbers, the bytes stored for the backward pass and the
+            bytes cast.
         reference: The dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
         progress: True shows a progress bar.
 

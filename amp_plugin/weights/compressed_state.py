@@ -179,7 +179,8 @@ def compress(state: Mapping[Any, Any], *, loaded: bool = False) -> list[str]:
         loaded: True if the states come from a checkpoint, and may have been decoded from 8-bit codes.
 
     Returns:
-        The names of the states that stay float32. Only states with the names of moments are compressed.
+        The names of the states that stay float32. Only states whose name is that of a moment, such as
+        ``exp_avg``, are compressed.
     """
     left: dict[str, None] = {}
     for param, entry in state.items():

@@ -34,7 +34,7 @@ class Exported:
     tensors: int
     elements: int  # the number of elements in these tensors
     size: int  # the bytes of all files
-    # The number of weights whose other bits (remainders) release 0.2 saved in the optimizer's state.
+    # The number of 16-bit weights that were joined with remainders (low-order bits) from release 0.2.
     restored: int
     left_out: tuple[str, ...]  # names of entries that are not tensors
 
@@ -206,7 +206,7 @@ def _is_state_dict(value: object) -> bool:
 
 
 def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) -> int:
-    """Join 16-bit weights with remainders that release 0.2 saved in optimizer states. Return their number.
+    """Join 16-bit weights with the remainders from optimizer states of release 0.2. Return the weight count.
 
     A remainder holds the bits of a float32 weight that the 16-bit weight lacks. Release 0.2 numbered the
     remainders of the weights in the order of the optimizer's parameters. The first remainder belongs to the

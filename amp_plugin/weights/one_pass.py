@@ -38,7 +38,7 @@ from amp_plugin.weights.weight import (
 )
 
 _Group = dict[str, Any]
-# One op call of a step, as a function, the hyperparameters of its op rule, and the learning rate.
+# A function that makes one op call of a step, the hyperparameters of the call, and the learning rate.
 # The learning rate is None unless it is a tensor on a GPU.
 _Part = tuple[Callable[..., None], list[float], Tensor | None]
 
@@ -382,7 +382,7 @@ def _module_of(kind: type) -> str:
 def _number(group: _Group, option: str) -> float:
     """Return an option of a parameter group as a number, or 0 for a learning rate that is on a GPU."""
     name, _, item = option.partition(".")
-    # An empty name stands for a hyperparameter of the op rule for which this optimizer class has no option.
+    # The name is empty if the optimizer class has no option for a hyperparameter of its update rule.
     if not name:
         return 0.0
     value = group[name][int(item)] if item else group[name]
@@ -432,11 +432,11 @@ def _begin(optimizer: Optimizer, row: _Row) -> None:
 def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield groups of parameters with the same storage format, each with a list of further tensors.
 
-    - Float32 parameters come first. Their list of further tensors is empty.
-    - The next groups are 16-bit parameters with remainders, which hold the other bits of the float32 values.
-      Each remainder dtype has its own group, and the list contains the remainders.
-    - The last group contains 16-bit parameters without remainders. Its list contains float32 copies of these
-      parameters.
+    - Float32 parameters come first. For float32 parameters, the list of further tensors is empty.
+    - 16-bit parameters with remainders come next, grouped by the dtype of their remainders. A remainder holds
+      the other bits of a float32 value. The list of further tensors holds the remainders of the group.
+    - 16-bit parameters without remainders come last. For the last group, the list of further tensors holds
+      float32 copies of the parameters.
     """
     stored = stored_params(params)
     alone = [param for param in stored if param.grad is not None and is_kept_alone(param)]

@@ -118,7 +118,7 @@ class OptimizerHooks:
         self._asked = False
         # The names of optimizer states about which the user was warned.
         self._told: set[str] = set()
-        # The number of 16-bit parameters in the last warning that small updates are lost.
+        # The number of 16-bit parameters reported by the last warning about lost small updates.
         self._halves = 0
 
     def attach_to_steps(self, optimizer: Optimizer) -> None:
@@ -262,7 +262,8 @@ class OptimizerHooks:
     def _run_as_kept(self, optimizer: Optimizer, params: list[Tensor], closure: Callable[[], Any]) -> Any:
         """Run a closure on the 16-bit parameters.
 
-        The optimizer's states are compressed at the first call of the closure, and float32 at later calls.
+        At the first call of the closure, the optimizer's states are in compressed form. At later calls of the
+        closure, they are in float32.
         """
         self._hide()
         value = closure()
@@ -311,7 +312,7 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _are_kept(params: Iterable[Tensor]) -> bool:
-    """Return whether any parameter, or its optimizer state, is stored in fewer bits between steps."""
+    """Return whether, between steps, any parameter is stored in 16 bits or any state is compressed."""
     return any(stored_weight(param) is not None or compressed_state.asked_for(param) for param in params)
 
 

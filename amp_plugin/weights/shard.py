@@ -154,7 +154,7 @@ class StoredShard(DecodedTensor):
                 returned.
 
         Returns:
-            The weight and an empty tuple, or None if ``out`` is given.
+            A pair of the weight and an empty tuple. If ``out`` is given, None is returned instead of a pair.
         """
         del metadata, param_dtype
         return None if out is not None else (all_gather_outputs[0], ())

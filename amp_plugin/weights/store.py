@@ -235,7 +235,7 @@ def _store(model: nn.Module, name: str, patterns: tuple[str, ...], seed: int) ->
     Frozen parameters that are already in 16 bits are converted only when they become trainable.
     """
     require_matches([model], patterns)
-    # If a stored weight were on the meta device, to_empty() would create a 16-bit weight without remainder.
+    # For a stored weight on the meta device, to_empty() would create a 16-bit weight without its remainder.
     if any(param.is_meta for param in model.parameters()):
         msg = f"weights={name!r} for a model on the meta device: give the model memory and values first"
         raise ValueError(msg)
@@ -348,13 +348,13 @@ def convert_to_fp32(model: nn.Module) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightBytes:
-    """The bytes that this process holds between two optimizer steps.
+    """The sizes in bytes of the tensors that this process holds between two optimizer steps.
 
     Attributes:
         parameters: The number of elements of all parameters. Tied parameters are counted once. For sharded
             parameters, only this rank's elements are counted.
-        weights, gradients, optimizer_state: The bytes of the tensors of each kind.
-        masters: The bytes of the remainders and float32 copies of stored weights.
+        weights, gradients, optimizer_state: The size in bytes of the tensors of each kind.
+        masters: The size in bytes of the remainders and float32 copies of stored weights.
     """
 
     parameters: int

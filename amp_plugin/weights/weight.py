@@ -13,8 +13,8 @@ A parameter can be in these states:
 
 Optimizers hold the parameter in their groups and states, and see float32 values whenever they use the
 parameter. Autograd and DDP see the 16-bit tensor. A StoredWeight, which holds the remainder, is an attribute
-of the parameter. A copy or a pickle of a stored parameter contains an ordinary float32 parameter. A frozen
-16-bit parameter is stored as soon as it becomes trainable.
+of the parameter. Copying or unpickling a stored parameter gives an ordinary float32 parameter. A frozen
+16-bit parameter is converted to its storage format as soon as it becomes trainable.
 """
 
 from __future__ import annotations
@@ -153,12 +153,12 @@ def _set_requires_grad(param: nn.Parameter, wanted: bool) -> None:
 
 
 class FrozenParameter(nn.Parameter):
-    """The class of a frozen 16-bit parameter that will be stored as soon as it becomes trainable."""
+    """A frozen 16-bit parameter, which is converted to its storage format when it becomes trainable."""
 
     requires_grad: Any = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenParameter:
-        """Freeze the parameter, or make it trainable. A trainable parameter gets its storage format."""
+        """Freeze the parameter, or make it trainable and convert it to its storage format."""
         self.requires_grad = requires_grad
         return self
 
@@ -321,7 +321,7 @@ def is_kept_alone(param: Tensor) -> bool:
 
 @torch.no_grad()
 def masters_of(params: list[Tensor]) -> list[Tensor]:
-    """Return float32 copies of parameters of which only a 16-bit weight is stored."""
+    """Return float32 copies of parameters that are stored only as 16-bit weights, without remainders."""
     records = [_settled(param) for param in params]
     return records[0].format.join([half_of(param) for param in params], [record.kept for record in records])
 
