@@ -75,7 +75,6 @@ class Divisor {
 // a 16-bit pair takes 1.4 times as long.
 class Choice {
  public:
-  Choice() = default;
   explicit Choice(bool first) : mask_(first ? ~Mask{0} : Mask{0}) {}
 
   [[gnu::always_inline]] Floats of(const Floats& first, const Floats& second) const {

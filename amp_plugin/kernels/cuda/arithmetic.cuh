@@ -136,7 +136,6 @@ struct Divisor {
 struct Choice {
   bool is_first;
 
-  Choice() = default;
   __device__ explicit Choice(bool first) : is_first(first) {}
   template <int kCount>
   __device__ Lanes<kCount> of(const Lanes<kCount>& first, const Lanes<kCount>& second) const {

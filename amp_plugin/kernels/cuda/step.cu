@@ -32,7 +32,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     step(Table table, StepNumbers numbers, DeviceScalar lr, DeviceScalar grad_scale, DeviceScalar found_inf) {
   const Divisor divisor(float(read_or(grad_scale, 1)));
   if (read_or(found_inf, 0) > 0) return divide_all(table, divisor);
-  __shared__ Rule rule;
+  // Bytes, because a variable in shared memory must not have a constructor.
+  alignas(Rule) __shared__ u8 memory[sizeof(Rule)];
+  Rule& rule = reinterpret_cast<Rule&>(memory);
   __shared__ u32 seed;
   Counters known;
   bool is_known = false;

@@ -99,20 +99,14 @@ struct Raw {
   __device__ u16 half(int i) const { return u16(word[i / 2] >> (16 * (i % 2))); }
 };
 
-template <typename T>
-struct Bits {
-  T bits;
-};
-using Bits16 = Bits<u16>;
-
 template <int kCount>
 __device__ inline Raw<kCount> load_raw(u64 address, u64 at, bool is_wide) {
   Raw<kCount> raw{};
   if (is_wide) {
-    const auto packet = load_packet(reinterpret_cast<const Packet<Bits<u32>, kCount>*>(address + 4 * at));
+    const auto packet = load_packet(reinterpret_cast<const Packet<Float32, kCount>*>(address + 4 * at));
     memcpy(&raw, &packet, sizeof(packet));
   } else {
-    const auto packet = load_packet(reinterpret_cast<const Packet<Bits16, kCount>*>(address + 2 * at));
+    const auto packet = load_packet(reinterpret_cast<const Packet<BFloat16, kCount>*>(address + 2 * at));
     memcpy(&raw, &packet, sizeof(packet));
   }
   return raw;
@@ -171,7 +165,7 @@ __device__ inline Lanes<kCount> join_pair(const Raw<kCount>& high, const Raw<kCo
 
 template <int kCount>
 __device__ inline void store_pair(u64 high, u64 low, u64 at, const Lanes<kCount>& lanes) {
-  Packet<Bits16, kCount> highs, lows;
+  Packet<BFloat16, kCount> highs, lows;  // the low halves are moved as bits too
   if (any_nan(lanes)) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -187,8 +181,8 @@ __device__ inline void store_pair(u64 high, u64 low, u64 at, const Lanes<kCount>
       lows.element[i].bits = u16(bits);
     }
   }
-  store_packet(reinterpret_cast<Packet<Bits16, kCount>*>(high + 2 * at), highs);
-  store_packet(reinterpret_cast<Packet<Bits16, kCount>*>(low + 2 * at), lows);
+  store_packet(reinterpret_cast<Packet<BFloat16, kCount>*>(high + 2 * at), highs);
+  store_packet(reinterpret_cast<Packet<BFloat16, kCount>*>(low + 2 * at), lows);
 }
 
 template <int kCount>
@@ -231,38 +225,27 @@ __device__ inline void divide_grad(
   store_grad<kCount>(parameter, at, grad);
 }
 
-// States in float32 and in bfloat16. csrc/step_states.h describes how they are rounded.
-struct Float32States {
-  template <int kCount>
-  __device__ static Raw<kCount> load(u64 address, u64 at) {
-    return load_raw<kCount>(address, at, true);
-  }
-  template <int kCount>
-  __device__ static Lanes<kCount> widen(const Raw<kCount>& raw) {
-    return widen_float32(raw);
-  }
-  template <int kCount>
-  __device__ static void store(u64 address, u64 at, const Lanes<kCount>& lanes, rules::StateKind, u32) {
-    store_lanes<Float32, kCount>(address, at, lanes);
-  }
-};
+// kCount neighboring elements of one state, stored as float32 if `kIsFloat32` or the state is a weight, else as
+// bfloat16. csrc/step_states.h describes how they are rounded.
+template <int kCount, bool kIsFloat32>
+struct PlainLanes {
+  u64 address;
+  rules::StateKind kind;
+  Raw<kCount> raw;
 
-struct BFloat16States {
-  template <int kCount>
-  __device__ static Raw<kCount> load(u64 address, u64 at) {
-    return load_raw<kCount>(address, at, false);
-  }
-  template <int kCount>
-  __device__ static Lanes<kCount> widen(const Raw<kCount>& raw) {
-    return widen_bfloat16(raw);
-  }
-  template <int kCount>
-  __device__ static void store(
-      u64 address, u64 at, const Lanes<kCount>& lanes, rules::StateKind kind, u32 seed) {
-    Packet<Bits16, kCount> packet;
+  PlainLanes() = default;
+  __device__ PlainLanes(u64 address, u64 at, rules::StateKind kind)
+      : address(address), kind(kind), raw(load_raw<kCount>(address, at, is_float32())) {}
+
+  __device__ bool is_float32() const { return kIsFloat32 || kind == rules::kWeight; }
+
+  __device__ Lanes<kCount> decoded() const { return is_float32() ? widen_float32(raw) : widen_bfloat16(raw); }
+
+  __device__ void store(const Lanes<kCount>& lanes, u64 at, u32 seed) const {
+    if (is_float32()) return store_lanes<Float32, kCount>(address, at, lanes);
+    Packet<BFloat16, kCount> packet;
     if (kind == rules::kSigned) {
-      const auto halves = narrowed<BFloat16, kCount>(lanes.lane);
-      memcpy(&packet, &halves, sizeof(packet));
+      packet = narrowed<BFloat16, kCount>(lanes.lane);
     } else {
       const Draws draws(u32(at / kCodeBlock), seed, kind);
       const u32 start = (draws.first + u32(at % kCodeBlock)) * (kStride << 8);
@@ -277,44 +260,38 @@ struct BFloat16States {
       for (int i = 0; i < kCount; ++i)
         if (lanes.lane[i] != lanes.lane[i]) packet.element[i].bits = 0x7fc0;
     }
-    store_packet(reinterpret_cast<Packet<Bits16, kCount>*>(address + 2 * at), packet);
+    store_packet(reinterpret_cast<Packet<BFloat16, kCount>*>(address + 2 * at), packet);
   }
 };
 
-// Applies the rule to groups of kCount elements of [begin, end). All loads are issued before the first value
-// is used.
-template <int kCount, typename Format, typename Rule>
+// Applies the rule to kCount neighboring elements. All loads are issued before the first value is used. State
+// is the form in which a state is stored: PlainLanes or CodedLanes.
+template <int kCount, typename State, typename Rule>
+__device__ void step_group(
+    const Parameter& parameter, u64 at, const Divisor& divisor, const Rule& rule, u32 seed) {
+  constexpr u32 kStates = Rule::States::kCount;
+  const Raw<kCount> raw_grad = load_raw_grad<kCount>(parameter, at);
+  const RawParam<kCount> raw_param = load_raw_param<kCount>(parameter, at);
+  State stored[kStates + 1];
+#pragma unroll
+  for (u32 k = 0; k < kStates; ++k) stored[k] = State(parameter.states[k], at, Rule::States::kind(k));
+  Lanes<kCount> grad = widen_grad(parameter, raw_grad), param = widen_param(parameter, raw_param);
+  Lanes<kCount> states[kStates + 1];
+#pragma unroll
+  for (u32 k = 0; k < kStates; ++k) states[k] = stored[k].decoded();
+  divide_grad<kCount>(parameter, at, divisor, grad);
+  param = rule(param, grad, states);
+#pragma unroll
+  for (u32 k = 0; k < kStates; ++k) stored[k].store(states[k], at, seed);
+  store_param<kCount>(parameter, at, param);
+}
+
+// Applies the rule to groups of kCount elements of [begin, end).
+template <int kCount, bool kIsFloat32, typename Rule>
 __device__ void step_range(
     const Parameter& parameter, u64 begin, u64 end, const Divisor& divisor, const Rule& rule, u32 seed) {
-  constexpr u32 kStates = Rule::States::kCount;
-  for (u64 at = begin + u64(threadIdx.x) * kCount; at + kCount <= end; at += u64(kThreads) * kCount) {
-    const Raw<kCount> raw_grad = load_raw_grad<kCount>(parameter, at);
-    const RawParam<kCount> raw_param = load_raw_param<kCount>(parameter, at);
-    Raw<kCount> raw_states[kStates + 1];
-#pragma unroll
-    for (u32 k = 0; k < kStates; ++k)
-      raw_states[k] = Rule::States::kind(k) == rules::kWeight
-          ? Float32States::load<kCount>(parameter.states[k], at)
-          : Format::template load<kCount>(parameter.states[k], at);
-    Lanes<kCount> grad = widen_grad(parameter, raw_grad), param = widen_param(parameter, raw_param);
-    Lanes<kCount> states[kStates + 1];
-#pragma unroll
-    for (u32 k = 0; k < kStates; ++k)
-      states[k] = Rule::States::kind(k) == rules::kWeight ? Float32States::widen<kCount>(raw_states[k])
-                                                          : Format::template widen<kCount>(raw_states[k]);
-    divide_grad<kCount>(parameter, at, divisor, grad);
-    param = rule(param, grad, states);
-#pragma unroll
-    for (u32 k = 0; k < kStates; ++k) {
-      const rules::StateKind kind = Rule::States::kind(k);
-      if (kind == rules::kWeight) {
-        Float32States::store<kCount>(parameter.states[k], at, states[k], kind, seed);
-      } else {
-        Format::template store<kCount>(parameter.states[k], at, states[k], kind, seed);
-      }
-    }
-    store_param<kCount>(parameter, at, param);
-  }
+  for (u64 at = begin + u64(threadIdx.x) * kCount; at + kCount <= end; at += u64(kThreads) * kCount)
+    step_group<kCount, PlainLanes<kCount, kIsFloat32>>(parameter, at, divisor, rule, seed);
 }
 
 constexpr int kGroup = 4;  // elements that one memory access moves
@@ -340,17 +317,16 @@ struct ElementRange {
 // csrc/step_states.h describes the format and gives the same bits. States that are weights are float32, and
 // are loaded and stored as such.
 struct CodedLanes {
-  u64 address, codes;
+  u64 codes;
   rules::StateKind kind;
   float unit;
   Packet<u8, kGroup> packet;
-  Raw<kGroup> raw;  // the elements of a weight
+  PlainLanes<kGroup, true> weight;  // used instead if the state is a weight
 
   CodedLanes() = default;
-  __device__ CodedLanes(u64 address, u64 at, rules::StateKind kind, bool whole)
-      : address(address), kind(kind) {
+  __device__ CodedLanes(u64 address, u64 at, rules::StateKind kind) : kind(kind) {
     if (kind == rules::kWeight) {
-      if (whole) raw = load_raw<kGroup>(address, at, true);
+      weight = PlainLanes<kGroup, true>(address, at, kind);
       return;
     }
     codes = address + (at / kCodeBlock * (kCodeBlockBytes - kCodeBlock) + at);
@@ -359,7 +335,7 @@ struct CodedLanes {
   }
 
   __device__ Lanes<kGroup> decoded() const {
-    if (kind == rules::kWeight) return Float32States::widen<kGroup>(raw);
+    if (kind == rules::kWeight) return weight.decoded();
     u32 word;
     memcpy(&word, &packet, sizeof(word));
     if (is_signed()) word ^= 0x80808080u;  // adds 128, so that no code is negative
@@ -372,11 +348,8 @@ struct CodedLanes {
   }
 
   // Every thread of a warp must call this. Magnitudes are compared by their bits, so a NaN is the largest.
-  __device__ void store(Lanes<kGroup> lanes, u64 at, u32 seed, bool whole) const {
-    if (kind == rules::kWeight) {
-      if (whole) store_lanes<Float32, kGroup>(address, at, lanes);
-      return;
-    }
+  __device__ void store(Lanes<kGroup> lanes, u64 at, u32 seed) const {
+    if (kind == rules::kWeight) return weight.store(lanes, at, seed);
     if (!is_signed()) take_roots(lanes);
     u32 most = 0;
 #pragma unroll
@@ -455,7 +428,8 @@ __device__ __noinline__ void step_group_alone(
   CodedLanes coded[kStates + 1];
 #pragma unroll
   for (u32 k = 0; k < kStates; ++k) {
-    coded[k] = CodedLanes(parameter.states[k], at, Rule::States::kind(k), false);
+    if (is_weight(k)) continue;
+    coded[k] = CodedLanes(parameter.states[k], at, Rule::States::kind(k));
     states[k] = coded[k].decoded();
   }
 #pragma unroll
@@ -477,7 +451,8 @@ __device__ __noinline__ void step_group_alone(
     store_param<1>(parameter, at + i, param);
   }
 #pragma unroll
-  for (u32 k = 0; k < kStates; ++k) coded[k].store(states[k], at, seed, false);
+  for (u32 k = 0; k < kStates; ++k)
+    if (!is_weight(k)) coded[k].store(states[k], at, seed);
 }
 
 // Does what step_range() does, for states stored as codes. A warp takes one block of codes, and each thread
@@ -486,39 +461,25 @@ template <typename Rule>
 __device__ void step_codes(
     const Parameter& parameter, const ElementRange& range, bool aligned, const Divisor& divisor,
     const Rule& rule, u32 seed) {
-  constexpr u32 kStates = Rule::States::kCount, kWarp = 32;
+  constexpr u32 kWarp = 32;
   static_assert(kCodeBlock == kWarp * kGroup && kGranuleElements % kCodeBlock == 0);
   const u64 first = range.begin + u64(threadIdx.x / kWarp) * kCodeBlock;
   for (u64 block = first; block < range.end; block += kThreads / kWarp * kCodeBlock) {
     const u64 at = block + threadIdx.x % kWarp * kGroup;
     if (!aligned || block + kCodeBlock > range.end) {  // all threads of a warp take the same branch
       step_group_alone<Rule>(parameter, at, range.end, divisor, rule, seed);
-      continue;
+    } else {
+      step_group<kGroup, CodedLanes>(parameter, at, divisor, rule, seed);
     }
-    CodedLanes coded[kStates + 1];
-#pragma unroll
-    for (u32 k = 0; k < kStates; ++k)
-      coded[k] = CodedLanes(parameter.states[k], at, Rule::States::kind(k), true);
-    const Raw<kGroup> raw_grad = load_raw_grad<kGroup>(parameter, at);
-    const RawParam<kGroup> raw_param = load_raw_param<kGroup>(parameter, at);
-    Lanes<kGroup> grad = widen_grad(parameter, raw_grad), param = widen_param(parameter, raw_param);
-    Lanes<kGroup> states[kStates + 1];
-#pragma unroll
-    for (u32 k = 0; k < kStates; ++k) states[k] = coded[k].decoded();
-    divide_grad<kGroup>(parameter, at, divisor, grad);
-    param = rule(param, grad, states);
-#pragma unroll
-    for (u32 k = 0; k < kStates; ++k) coded[k].store(states[k], at, seed, true);
-    store_param<kGroup>(parameter, at, param);
   }
 }
 
-template <typename Format, typename Rule>
+template <bool kIsFloat32, typename Rule>
 __device__ void step_groups(
     const Parameter& parameter, const ElementRange& range, const Divisor& divisor, const Rule& rule,
     u32 seed) {
-  step_range<kGroup, Format>(parameter, range.begin, range.groups_end, divisor, rule, seed);
-  step_range<1, Format>(parameter, range.groups_end, range.end, divisor, rule, seed);
+  step_range<kGroup, kIsFloat32>(parameter, range.begin, range.groups_end, divisor, rule, seed);
+  step_range<1, kIsFloat32>(parameter, range.groups_end, range.end, divisor, rule, seed);
 }
 
 // Applies the rule to a run of granules of kGranuleElements elements. `seed` is the seed of random rounding.
@@ -533,9 +494,9 @@ __device__ void step_piece(
     if (parameter.state_type == kStateCodes)
       return step_codes(parameter, range, aligned, divisor, rule, seed);
     if (parameter.state_type == kStateBFloat16)
-      return step_groups<BFloat16States>(parameter, range, divisor, rule, seed);
+      return step_groups<false>(parameter, range, divisor, rule, seed);
   }
-  step_groups<Float32States>(parameter, range, divisor, rule, seed);
+  step_groups<true>(parameter, range, divisor, rule, seed);
 }
 
 template <int kCount>

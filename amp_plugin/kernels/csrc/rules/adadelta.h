@@ -9,7 +9,6 @@ struct Adadelta : Counted {
   enum Numbers { kLr, kRho, kEps, kWeightDecay, kMaximize, kNumbers };
   using States = StateList<kSquare, kSquare>;  // square_avg, acc_delta
 
-  Adadelta() = default;
   Adadelta(const double* numbers, const double*)
       : gradient(numbers[kMaximize] != 0, numbers[kWeightDecay]),
         rho(static_cast<float>(numbers[kRho])),

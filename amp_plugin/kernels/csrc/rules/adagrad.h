@@ -9,7 +9,6 @@ struct Adagrad : Counted {
   enum Numbers { kLr, kLrDecay, kEps, kWeightDecay, kMaximize, kNumbers };
   using States = StateList<kSquare>;  // sum
 
-  Adagrad() = default;
   Adagrad(const double* numbers, const double* counters)
       : gradient(numbers[kMaximize] != 0, numbers[kWeightDecay]),
         eps(static_cast<float>(numbers[kEps])),

@@ -6,41 +6,56 @@
 
 namespace amp_plugin::rules {
 
-template <bool amsgrad>
-struct Adam : Counted {
+// The part that Adam, NAdam and RAdam share: weight decay and the update of the moments.
+struct Moments : Counted {
   enum Numbers { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kDecoupled, kMaximize, kNumbers };
-  // exp_avg, exp_avg_sq, and with amsgrad max_exp_avg_sq
-  using States = Select<amsgrad, StateList<kSigned, kSquare, kSecondSquare>, StateList<kSigned, kSquare>>;
+  using States = StateList<kSigned, kSquare>;  // exp_avg, exp_avg_sq
 
-  Adam() = default;
-  Adam(const double* numbers, const double* counters)
+  explicit Moments(const double* numbers)
       : gradient(numbers[kMaximize] != 0, numbers[kWeightDecay], numbers[kDecoupled] == 0),
         shrinks(numbers[kWeightDecay] != 0 && numbers[kDecoupled] != 0),
         kept(static_cast<float>(1 - numbers[kLr] * numbers[kWeightDecay])),
         first(1 - numbers[kBeta1]),
         beta2(static_cast<float>(numbers[kBeta2])),
         square(static_cast<float>(1 - numbers[kBeta2])),
-        eps(static_cast<float>(numbers[kEps])),
+        eps(static_cast<float>(numbers[kEps])) {}
+
+ protected:
+  template <typename Real>
+  void move(Real& param, Real& grad, Real* states) const {
+    grad = gradient.of(param, grad);
+    param = shrinks.of(param * Real(kept), param);
+    states[0] = first.of(states[0], grad);
+    states[1] = multiply_add(Real(square) * grad, grad, states[1] * Real(beta2));
+  }
+
+  Gradient gradient;
+  Choice shrinks;
+  float kept;
+  Lerp first;
+  float beta2, square, eps;
+};
+
+template <bool amsgrad>
+struct Adam : Moments {
+  // The states of Moments, and with amsgrad max_exp_avg_sq.
+  using States = Select<amsgrad, StateList<kSigned, kSquare, kSecondSquare>, Moments::States>;
+
+  Adam(const double* numbers, const double* counters)
+      : Moments(numbers),
         step_size(static_cast<float>(-numbers[kLr] / (1 - pow(numbers[kBeta1], counters[0])))),
         correction(static_cast<float>(sqrt(1 - pow(numbers[kBeta2], counters[0])))) {}
 
   template <typename Real>
   Real operator()(Real param, Real grad, Real* states) const {
-    grad = gradient.of(param, grad);
-    param = shrinks.of(param * Real(kept), param);
-    states[0] = first.of(states[0], grad);
-    states[1] = multiply_add(Real(square) * grad, grad, states[1] * Real(beta2));
+    move(param, grad, states);
     if constexpr (amsgrad) states[2] = larger(magnitude(states[2]), magnitude(states[1]));
     const Real& second = states[amsgrad ? 2 : 1];
     return param + Real(step_size) * states[0] / (correction.divide(root(second)) + Real(eps));
   }
 
  private:
-  Gradient gradient;
-  Choice shrinks;
-  float kept;
-  Lerp first;
-  float beta2, square, eps, step_size;
+  float step_size;
   Divisor correction;
 };
 

@@ -2,42 +2,9 @@
 // Adam's moments. The operations are in the same order as in torch's steps with foreach=True.
 #pragma once
 
-#include "rule.h"
+#include "adam.h"
 
 namespace amp_plugin::rules {
-
-// The part that NAdam and RAdam share: weight decay and the update of the moments.
-struct Moments : Counted {
-  enum Numbers { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kDecoupled, kMaximize, kNumbers };
-  using States = StateList<kSigned, kSquare>;  // exp_avg, exp_avg_sq
-
-  Moments() = default;
-  explicit Moments(const double* numbers)
-      : Moments(numbers, numbers[kDecoupled] != 0, numbers[kMaximize] != 0) {}
-  Moments(const double* numbers, bool decoupled, bool maximize)
-      : gradient(maximize, numbers[kWeightDecay], !decoupled),
-        shrinks(numbers[kWeightDecay] != 0 && decoupled),
-        kept(static_cast<float>(1 - numbers[kLr] * numbers[kWeightDecay])),
-        first(1 - numbers[kBeta1]),
-        beta2(static_cast<float>(numbers[kBeta2])),
-        square(static_cast<float>(1 - numbers[kBeta2])),
-        eps(static_cast<float>(numbers[kEps])) {}
-
- protected:
-  template <typename Real>
-  void move(Real& param, Real& grad, Real* states) const {
-    grad = gradient.of(param, grad);
-    param = shrinks.of(param * Real(kept), param);
-    states[0] = first.of(states[0], grad);
-    states[1] = multiply_add(Real(square) * grad, grad, states[1] * Real(beta2));
-  }
-
-  Gradient gradient;
-  Choice shrinks;
-  float kept;
-  Lerp first;
-  float beta2, square, eps;
-};
 
 struct Nadam : Moments {
   enum More { kMomentumDecay = Moments::kNumbers, kNumbers };
@@ -50,7 +17,6 @@ struct Nadam : Moments {
     counters[1] = static_cast<float>(counters[1] * static_cast<float>(mu(numbers, counters[0])));
   }
 
-  Nadam() = default;
   Nadam(const double* numbers, const double* counters)
       : Moments(numbers), correction(static_cast<float>(sqrt(1 - pow(numbers[kBeta2], counters[0])))) {
     const double now = mu(numbers, counters[0]), next = mu(numbers, counters[0] + 1);
@@ -72,7 +38,6 @@ struct Nadam : Moments {
 };
 
 struct Radam : Moments {
-  Radam() = default;
   Radam(const double* numbers, const double* counters) : Moments(numbers) {
     const double step = counters[0], power = pow(numbers[kBeta2], step), most = 2 / (1 - numbers[kBeta2]) - 1;
     const double length = most - 2 * step * power / (1 - power), lr = numbers[kLr];
@@ -100,7 +65,6 @@ struct Adamax : Counted {
   enum Numbers { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kMaximize, kNumbers };
   using States = StateList<kSigned, kSquare>;  // exp_avg, exp_inf
 
-  Adamax() = default;
   Adamax(const double* numbers, const double* counters)
       : gradient(numbers[kMaximize] != 0, numbers[kWeightDecay]),
         first(1 - numbers[kBeta1]),

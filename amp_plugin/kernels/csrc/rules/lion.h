@@ -10,7 +10,6 @@ struct Lion : Uncounted {
   enum Numbers { kLr, kBeta1, kBeta2, kWeightDecay, kMaximize, kNumbers };
   using States = StateList<kSigned>;  // exp_avg
 
-  Lion() = default;
   Lion(const double* numbers, const double*)
       : negates(numbers[kMaximize] != 0),
         kept(static_cast<float>(1 - numbers[kLr] * numbers[kWeightDecay])),

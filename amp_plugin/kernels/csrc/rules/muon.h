@@ -10,7 +10,6 @@ struct MuonMomentum : Uncounted {
   enum Numbers { kLr, kMomentum, kNesterov, kNumbers };
   using States = StateList<kSigned>;  // momentum_buffer
 
-  MuonMomentum() = default;
   MuonMomentum(const double* numbers, const double*)
       : average(1 - numbers[kMomentum]), look_ahead(numbers[kMomentum]), nesterov(numbers[kNesterov] != 0) {}
 
@@ -31,7 +30,6 @@ struct MuonUpdate : Uncounted {
   enum Numbers { kLr, kWeightDecay, kRatio, kNumbers };
   using States = StateList<>;
 
-  MuonUpdate() = default;
   MuonUpdate(const double* numbers, const double*)
       : kept(static_cast<float>(1 - numbers[kLr] * numbers[kWeightDecay])),
         step_size(static_cast<float>(-(numbers[kLr] * numbers[kRatio]))) {}

@@ -11,7 +11,6 @@ struct Rmsprop : Counted {
   enum Numbers { kLr, kAlpha, kEps, kWeightDecay, kMaximize, kMomentum, kNumbers };
   using States = Select<centered, StateList<kSquare, kSigned>, StateList<kSquare>>;  // square_avg, grad_avg
 
-  Rmsprop() = default;
   Rmsprop(const double* numbers, const double*)
       : gradient(numbers[kMaximize] != 0, numbers[kWeightDecay]),
         average(1 - numbers[kAlpha]),
@@ -50,7 +49,6 @@ struct RmspropMomentum : Rmsprop<centered> {
   // The states of Rmsprop, and momentum_buffer.
   using States = Select<centered, StateList<kSquare, kSigned, kSigned>, StateList<kSquare, kSigned>>;
 
-  RmspropMomentum() = default;
   RmspropMomentum(const double* numbers, const double* counters)
       : Base(numbers, counters), momentum(static_cast<float>(numbers[Base::kMomentum])) {}
 

@@ -44,7 +44,6 @@ struct Gradient {
   Choice negates, decays;
   float decay;
 
-  Gradient() = default;
   Gradient(bool maximize, double decay, bool is_added = true)
       : negates(maximize), decays(is_added && decay != 0), decay(static_cast<float>(decay)) {}
 
@@ -60,7 +59,6 @@ struct Lerp {
   float share;
   Choice starts_at_end;
 
-  Lerp() = default;
   explicit Lerp(double of_the_way) : share(static_cast<float>(of_the_way)), starts_at_end(share >= 0.5F) {
     if (share >= 0.5F) share -= 1;
   }

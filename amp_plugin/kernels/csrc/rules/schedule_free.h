@@ -15,7 +15,6 @@ struct ScheduleFree : Uncounted {
 
   static double step(const double* numbers, const double*) { return numbers[kSteps]; }
 
-  ScheduleFree() = default;
   ScheduleFree(const double* numbers, const double*)
       : decays(numbers[kWeightDecay] != 0),
         decay(static_cast<float>(numbers[kWeightDecay])),

@@ -5,15 +5,10 @@
 
 namespace amp_plugin::rules {
 
-template <bool has_momentum>
-struct Sgd;
-
-template <>
-struct Sgd<false> : Uncounted {
+struct Sgd : Uncounted {
   enum Numbers { kLr, kMomentum, kDampening, kWeightDecay, kNesterov, kMaximize, kNumbers };
   using States = StateList<>;
 
-  Sgd() = default;
   Sgd(const double* numbers, const double*)
       : gradient(numbers[kMaximize] != 0, numbers[kWeightDecay]),
         step_size(static_cast<float>(-numbers[kLr])) {}
@@ -28,13 +23,11 @@ struct Sgd<false> : Uncounted {
   float step_size;
 };
 
-template <>
-struct Sgd<true> : Sgd<false> {
+struct SgdMomentum : Sgd {
   using States = StateList<kSigned>;  // momentum_buffer
 
-  Sgd() = default;
-  Sgd(const double* numbers, const double* counters)
-      : Sgd<false>(numbers, counters),
+  SgdMomentum(const double* numbers, const double* counters)
+      : Sgd(numbers, counters),
         momentum(static_cast<float>(numbers[kMomentum])),
         damped(static_cast<float>(1 - numbers[kDampening])),
         nesterov(numbers[kNesterov] != 0) {}
