@@ -285,9 +285,9 @@ enum SpikeAction : int { kSkipSpike = 0, kClipSpike = 1, kRaiseSpike = 2 };
 
 struct SpikeRule {
   float sigma;
-  float least_deviation;  // as a fraction of the mean
   float window;
   float warmup;
+  float least_deviation;  // as a fraction of the mean
   int action;  // a SpikeAction
 };
 
@@ -295,48 +295,35 @@ struct StepStatistics {
   float mean;
   float variance;
   float steps;
-  float held;  // 1 after a spike that shall raise an error
+  float held;  // 1 after a spike that must raise an error
 };
 
-constexpr u32 kRulingNumbers = 6;
+constexpr u32 kJudgedNumbers = 6;
 constexpr float kNoLimit = 3.4028235e38f;  // float32's largest number
-
-struct StepRuling {
-  float skipped;  // 1 if the step is skipped
-  float factor;  // what the gradients are multiplied by
-  float code;  // 1 for a spike, 2 for a step that is held back after one
-  float value;
-  float limit;  // kNoLimit during warm-up, when no step counts as a spike
-  float norm;  // the gradient norm times the factor
-  int is_left_out;  // 1 if the step is skipped although there was no overflow
-
-  void write(float* numbers) const {
-    const float all[kRulingNumbers]{skipped, factor, code, value, limit, norm};
-    for (u32 i = 0; i < kRulingNumbers; ++i) numbers[i] = all[i];
-  }
-};
 
 inline bool is_number(float value) { return value - value == 0; }
 
-inline StepRuling judge(StepStatistics& now, float value, float norm, bool overflow, const SpikeRule& rule) {
-  const bool held = now.held > 0, warm = now.steps >= rule.warmup;
+// Writes kJudgedNumbers numbers to `judged`, and updates the statistics and the growth trackers.
+inline void judge_values(
+    const StepValues& values, const float* norm, const float* found_inf, StepStatistics* statistics,
+    SpikeRule rule, float* judged) {
+  float value = 0;
+  for (u32 i = 0; i < values.count; ++i) value += float(read(values.values[i]));
+  StepStatistics now = *statistics;
+  const bool overflow = *found_inf > 0, held = now.held > 0, warm = now.steps >= rule.warmup;
   const float deviation = sqrtf(now.variance), least = rule.least_deviation * fabsf(now.mean);
   const float limit = now.mean + rule.sigma * (deviation > least ? deviation : least);
   const bool ordinary = value <= limit;  // false for a NaN
   const bool spike = warm && !overflow && !held && !ordinary;
-  StepRuling ruling{};
-  const bool skipped = overflow || held || (spike && rule.action != kClipSpike);
-  ruling.skipped = skipped ? 1.0f : 0.0f;
-  ruling.factor = 1.0f;
-  if (spike && rule.action == kClipSpike) {
-    const float factor = now.mean / (norm + 1e-6f);
-    ruling.factor = factor < 1.0f ? factor : 1.0f;
-  }
-  ruling.value = value;
-  ruling.limit = warm ? limit : kNoLimit;
-  ruling.norm = norm * ruling.factor;
-  ruling.code = held && !overflow ? 2.0f : spike ? 1.0f : 0.0f;
-  ruling.is_left_out = skipped && !overflow;
+  const bool clips = spike && rule.action == kClipSpike, skips = held || (spike && !clips);
+  const float clipped = now.mean / (*norm + 1e-6f);
+  const float factor = clips && clipped < 1.0f ? clipped : 1.0f;
+  judged[0] = overflow || skips ? 1.0f : 0.0f;
+  judged[1] = factor;  // what the gradients are multiplied by
+  judged[2] = held && !overflow ? 2.0f : spike ? 1.0f : 0.0f;  // 2 for a step that is held back after a spike
+  judged[3] = value;
+  judged[4] = warm ? limit : kNoLimit;  // during warm-up, no step counts as a spike
+  judged[5] = *norm * factor;
   const float learned = warm && !ordinary ? limit : value;
   if (!overflow && !held && is_number(learned)) {
     const float count = now.steps + 1 < rule.window ? now.steps + 1 : rule.window;
@@ -346,25 +333,9 @@ inline StepRuling judge(StepStatistics& now, float value, float norm, bool overf
     now.steps = count;
   }
   if (spike && rule.action == kRaiseSpike) now.held = 1;
-  return ruling;
-}
-
-inline void judge_values(
-    const StepValues& values, const float* norm, const float* found_inf, StepStatistics* statistics,
-    float sigma, int window, int warmup, float least_deviation, int action, float* judged) {
-  float value = 0;
-  for (u32 i = 0; i < values.count; ++i) {
-    const DeviceScalar given = values.values[i];
-    value += given.is_double ? float(*static_cast<const double*>(given.address))
-                             : *static_cast<const float*>(given.address);
-  }
-  StepStatistics now = *statistics;
-  const StepRuling ruling = judge(
-      now, value, *norm, *found_inf > 0,
-      SpikeRule{sigma, least_deviation, float(window), float(warmup), action});
   *statistics = now;
-  for (u32 i = 0; i < values.tracker_count; ++i) *values.trackers[i] -= ruling.is_left_out;
-  ruling.write(judged);
+  // A step that is skipped without an overflow does not count for the growth of the scale.
+  for (u32 i = 0; i < values.tracker_count; ++i) *values.trackers[i] -= skips && !overflow;
 }
 
 }  // namespace amp_plugin::cuda

@@ -84,12 +84,14 @@ at::Tensor judge_step_(
   for (const at::Tensor& value : values) given.values[given.count++] = scalar(value, "a value", device);
   for (const at::Tensor& tracker : growth_trackers)
     given.trackers[given.tracker_count++] = address_in<int>(tracker, "a growth tracker", device);
-  const at::Tensor judged = at::empty({cuda::kRulingNumbers}, at::device(device).dtype(at::kFloat));
+  const at::Tensor judged = at::empty({cuda::kJudgedNumbers}, at::device(device).dtype(at::kFloat));
+  const cuda::SpikeRule rule{
+      static_cast<float>(sigma), static_cast<float>(window), static_cast<float>(warmup),
+      static_cast<float>(least_deviation), static_cast<int>(action)};
   run(device, "judge_step", cuda::judge_values, given, address_in<const float>(norm, "norm", device),
       address_in<const float>(found_inf, "found_inf", device),
-      reinterpret_cast<cuda::StepStatistics*>(statistics.mutable_data_ptr<float>()),
-      static_cast<float>(sigma), static_cast<int>(window), static_cast<int>(warmup),
-      static_cast<float>(least_deviation), static_cast<int>(action), judged.mutable_data_ptr<float>());
+      reinterpret_cast<cuda::StepStatistics*>(statistics.mutable_data_ptr<float>()), rule,
+      judged.mutable_data_ptr<float>());
   increment_versions({statistics});
   increment_versions(growth_trackers);
   return judged;

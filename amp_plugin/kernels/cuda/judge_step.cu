@@ -4,7 +4,7 @@
 using namespace amp_plugin::cuda;
 
 extern "C" __global__ void judge_step(
-    StepValues values, const float* norm, const float* found_inf, StepStatistics* statistics, float sigma,
-    int window, int warmup, float least_deviation, int action, float* judged) {
-  judge_values(values, norm, found_inf, statistics, sigma, window, warmup, least_deviation, action, judged);
+    StepValues values, const float* norm, const float* found_inf, StepStatistics* statistics, SpikeRule rule,
+    float* judged) {
+  judge_values(values, norm, found_inf, statistics, rule, judged);
 }

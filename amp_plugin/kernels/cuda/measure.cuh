@@ -165,19 +165,19 @@ template <typename Norm>
 __device__ Measured reduce_block(const Norm& norm, Measured mine) {
   __shared__ Measured of_warp[kThreads / 32];
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (u32 distance = 16; distance > 0; distance /= 2) {
-    mine.total = norm.join(mine.total, __shfl_down_sync(kFullWarp, mine.total, distance));
-    mine.bits |= __shfl_down_sync(kFullWarp, mine.bits, distance);
-  }
+  const auto reduce_warp = [&] {
+    for (u32 distance = 16; distance > 0; distance /= 2) {
+      mine.total = norm.join(mine.total, __shfl_down_sync(kFullWarp, mine.total, distance));
+      mine.bits |= __shfl_down_sync(kFullWarp, mine.bits, distance);
+    }
+  };
+  reduce_warp();
   __syncthreads();  // wait until the results of an earlier call have been read
   if (lane == 0) of_warp[warp] = mine;
   __syncthreads();
   if (warp > 0) return mine;
   mine = lane < kThreads / 32 ? of_warp[lane] : Measured{norm.identity(), 0};
-  for (u32 distance = 16; distance > 0; distance /= 2) {
-    mine.total = norm.join(mine.total, __shfl_down_sync(kFullWarp, mine.total, distance));
-    mine.bits |= __shfl_down_sync(kFullWarp, mine.bits, distance);
-  }
+  reduce_warp();
   return mine;
 }
 
