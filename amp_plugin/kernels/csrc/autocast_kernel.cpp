@@ -106,20 +106,6 @@ void cast_list(IValue& value, ScalarType dtype, size_t index, const Call& call) 
   value = IValue(std::move(result));
 }
 
-template <typename Visit>
-void for_each_tensor(const Call& call, const std::vector<size_t>& arguments, const Visit& visit) {
-  for (const size_t index : arguments) {
-    const IValue& value = call.argument(index);
-    if (value.isTensor()) {
-      visit(value.toTensor());
-    } else if (value.isList()) {
-      for (const IValue& item : value.toListRef()) {
-        if (item.isTensor()) visit(item.toTensor());
-      }
-    }
-  }
-}
-
 void cast_arguments(const Call& call, const std::vector<size_t>& arguments, ScalarType dtype) {
   for (const size_t index : arguments) {
     if (!call.casts(index)) continue;
@@ -132,18 +118,24 @@ void cast_arguments(const Call& call, const std::vector<size_t>& arguments, Scal
   }
 }
 
-// Returns float32 if the eligible arguments have different dtypes, else their common dtype.
+// Returns float32 if the eligible arguments have different dtypes, else their common dtype. If no argument is
+// eligible, returns the dtype of the region.
 //
-// Torch starts from the region's dtype, and raises an error if it meets the other half type. We return
-// float32 there: it is the only dtype that float16 and bfloat16 both promote to.
-ScalarType widest_dtype(const Call& call, const std::vector<size_t>& arguments, ScalarType lower) {
+// Torch starts from the region's dtype. If a region in bfloat16 gets a float16 argument, or the other way
+// round, torch raises an error. We return float32 there, because float16 and bfloat16 both promote to it.
+ScalarType widest_dtype(const Call& call, const std::vector<size_t>& arguments) {
   ScalarType widest = ScalarType::Undefined;
-  for_each_tensor(call, arguments, [&](const at::Tensor& tensor) {
-    if (!is_eligible(tensor, call.device)) return;
-    const ScalarType dtype = tensor.scalar_type();
+  const auto see = [&](const IValue& value) {
+    if (!value.isTensor() || !is_eligible(value.toTensor(), call.device)) return;
+    const ScalarType dtype = value.toTensor().scalar_type();
     widest = widest == ScalarType::Undefined || widest == dtype ? dtype : ScalarType::Float;
-  });
-  return widest == ScalarType::Undefined ? lower : widest;
+  };
+  for (const size_t index : arguments) {
+    const IValue& value = call.argument(index);
+    see(value);
+    if (value.isList()) std::ranges::for_each(value.toListRef(), see);
+  }
+  return widest == ScalarType::Undefined ? at::autocast::get_autocast_dtype(call.device) : widest;
 }
 
 bool holds_tensors(const c10::TypePtr& type) {
@@ -240,11 +232,12 @@ void forget_entries() {
 
 void AutocastKernel::operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
   const Plan plan = plan_for(facts_.device);
-  if (plan.course == Course::kTorchKernel) return call_torch_kernel(op, keys, stack);
-  const uint64_t entry = plan.course == Course::kLeaveAsIs ? 0 : this->entry(plan.rules);
+  if (plan.course == Course::kTorchKernel && facts_.torch_kernel.has_value())
+    return facts_.torch_kernel->callBoxed(op, keys, stack);
+  const uint64_t entry = this->entry(plan);
   const auto rule = static_cast<Rule>(entry & 0xff);
-  // The rule set does not name this op. Each op that it calls inside follows its own rule, as if this op had
-  // no autocast kernel.
+  // No rule names this op. Each op that it calls inside follows its own rule, as if this op had no autocast
+  // kernel.
   if (rule == Rule::kNone) return redispatch(op, keys, stack);
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(facts_.key);
   const size_t base = stack->size() - facts_.argument_count;
@@ -252,15 +245,6 @@ void AutocastKernel::operator()(const OperatorHandle& op, c10::DispatchKeySet ke
   if (rule == Rule::kFp32AppendDtype) return append_dtype(call);
   apply(rule, call);
   op.callBoxed(stack);
-}
-
-void AutocastKernel::call_torch_kernel(
-    const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
-  if (facts_.torch_kernel.has_value()) {
-    facts_.torch_kernel->callBoxed(op, keys, stack);
-  } else {
-    redispatch(op, keys, stack);
-  }
 }
 
 void AutocastKernel::redispatch(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
@@ -274,10 +258,7 @@ void AutocastKernel::apply(Rule rule, const Call& call) const {
     case Rule::kLowerPrecision:
       return cast_arguments(call, facts_.tensors, at::autocast::get_autocast_dtype(facts_.device));
     case Rule::kFp32: return cast_arguments(call, facts_.tensors, ScalarType::Float);
-    case Rule::kPromote: {
-      const auto lower = at::autocast::get_autocast_dtype(facts_.device);
-      return cast_arguments(call, facts_.tensors, widest_dtype(call, facts_.tensors, lower));
-    }
+    case Rule::kPromote: return cast_arguments(call, facts_.tensors, widest_dtype(call, facts_.tensors));
     case Rule::kFp32SetOptDtype: return set_opt_dtype(call);
     default: return refuse(call);
   }

@@ -63,11 +63,12 @@ class AutocastKernel final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const;
 
   const OpFacts& facts() const { return facts_; }
-  uint64_t entry(int rules) const { return entry_of(rules, number_); }
+  // The entry of this kernel in the rules of the plan, or 0 if the plan follows no rules.
+  uint64_t entry(const Plan& plan) const {
+    return plan.course == Course::kFollowRules ? entry_of(plan.rules, number_) : 0;
+  }
 
  private:
-  void call_torch_kernel(
-      const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const;
   void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const;
   void apply(Rule rule, const Call& call) const;
   bool first_is_eligible(const Call& call) const;

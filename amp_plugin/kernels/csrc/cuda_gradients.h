@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
 #include <optional>
 
 #include "cpu_ops.h"
@@ -11,30 +10,24 @@
 
 namespace amp_plugin::cuda {
 
-class GradientTable {
- public:
-  // Makes the table of dense gradients. It is uploaded if one of them has moved.
-  GradientTable(Device& device, at::TensorList gradients);
+struct GradientTable {
+  Device& device;
+  Handle stream;
+  SharedTable table;
 
-  // Finds the table that an earlier call on this stream made of these gradients. Returns null if there is
+  // Makes the table of dense gradients. It is uploaded if one of them has moved.
+  static GradientTable of(at::TensorList gradients, c10::Device on);
+
+  // Finds the table that an earlier call on this stream made of these gradients. Returns nothing if there is
   // none, if a gradient has moved since, if our kernels do not run on the device of `scale`, or during a
   // capture.
-  static std::unique_ptr<GradientTable> kept(at::TensorList gradients, const at::Tensor& scale);
+  static std::optional<GradientTable> kept(at::TensorList gradients, const at::Tensor& scale);
 
   // Each of these two is one launch and reads no tensor on the host. `measure` is unscale_ if `writes`, else
   // norm_check.
   Measured measure(bool writes, const at::Tensor& inv_scale, double p, bool is_scale) const;
   at::Tensor multiply_(
       const at::Tensor& factor, std::optional<double> max_norm, const OptionalTensor& skipped) const;
-
- private:
-  GradientTable(Device& device, Handle stream, SharedTable table, size_t count)
-      : device_(device), stream_(stream), table_(std::move(table)), count_(count) {}
-
-  Device& device_;
-  Handle stream_;
-  SharedTable table_;
-  size_t count_;
 };
 
 }  // namespace amp_plugin::cuda

@@ -36,7 +36,7 @@ Rows table_rows(const StepRows& parameters, const StepLists& tensors, const Step
     first.numel = static_cast<uint64_t>(parameter.numel);
     give_granules(result, first);
     first.dtype = code_of(parameter.grad_type);
-    first.out_dtype = parameter.weight == Weight::fp32 ? kFloat32 : kBFloat16;
+    first.out_dtype = parameter.is_pair ? kBFloat16 : kFloat32;
     Row &second = result.rows[count + i], &third = result.rows[2 * count + i];
     Row& fourth = result.rows[3 * count + i];
     second.address = address_of(parameter.remainder);

@@ -130,13 +130,19 @@ HeldTable::HeldTable(Memory& memory, const Rows& rows, Handle stream, bool of_gr
       block(memory.take(image_bytes(rows.rows.size()) + most_blocks * sizeof(Partial), stream, of_graph)),
       table(laid_out(rows, block.address)) {}
 
+template <typename Fits>
+SharedTable TableCache::find(const Fits& fits) {
+  const auto entry = std::ranges::find_if(entries_, [&](const SharedTable& held) { return fits(*held); });
+  if (entry == entries_.end()) return nullptr;
+  entries_.splice(entries_.begin(), entries_, entry);
+  return entries_.front();
+}
+
 SharedTable TableCache::of(const Rows& rows, Handle stream, bool captured) {
   if (captured) return for_graph(rows, stream);
   const std::lock_guard lock(mutex_);
-  const auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const SharedTable& candidate) {
-    return is_table_of(*candidate, rows, stream);
-  });
-  if (entry != entries_.end()) return moved_to_front(entry);
+  SharedTable found = find([&](const HeldTable& candidate) { return is_table_of(candidate, rows, stream); });
+  if (found) return found;
   SharedTable made = std::make_shared<const HeldTable>(memory_, rows, stream, false, most_blocks_);
   upload(*made);
   entries_.push_front(made);
@@ -147,16 +153,10 @@ SharedTable TableCache::of(const Rows& rows, Handle stream, bool captured) {
 SharedTable TableCache::kept(size_t count, const at::Tensor& first, Handle stream) {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return nullptr;
-  const auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const SharedTable& candidate) {
-    return candidate->block.stream == stream && candidate->rows.size() == count &&
-        candidate->table.count == count && is_of(candidate->rows.front(), first, device_);
+  return find([&](const HeldTable& candidate) {
+    return candidate.block.stream == stream && candidate.rows.size() == count &&
+        candidate.table.count == count && is_of(candidate.rows.front(), first, device_);
   });
-  return entry == entries_.end() ? nullptr : moved_to_front(entry);
-}
-
-SharedTable TableCache::moved_to_front(Entries::iterator entry) {
-  entries_.splice(entries_.begin(), entries_, entry);
-  return entries_.front();
 }
 
 // Copies from pinned memory. torch's host allocator reuses that memory only after the copy has ended.

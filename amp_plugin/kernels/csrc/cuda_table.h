@@ -74,17 +74,17 @@ class TableCache {
   int64_t uploads() const { return uploads_; }
 
  private:
-  using Entries = std::list<SharedTable>;
-
   SharedTable for_graph(const Rows& rows, Handle stream);
   void upload(const HeldTable& held);
-  SharedTable moved_to_front(Entries::iterator entry);
+  // Returns the first table that fits and moves it to the front, or returns null.
+  template <typename Fits>
+  SharedTable find(const Fits& fits);
 
   c10::Device device_;
   uint32_t most_blocks_;
   std::mutex mutex_;
   Memory memory_;
-  Entries entries_;  // most recently used first
+  std::list<SharedTable> entries_;  // most recently used first
   std::atomic<int64_t> uploads_ = 0;
 };
 

@@ -21,7 +21,6 @@ namespace {
 using c10::DeviceType;
 using c10::DispatchKey;
 using c10::IValue;
-using c10::OperatorHandle;
 using torch::jit::Stack;
 
 // Unboxed kernels for ops that take a list of tensors. Boxing copies the list, which would take long compared
@@ -34,10 +33,7 @@ class ListKernel final : public c10::OperatorKernel {
 
   at::Tensor operator()(c10::DispatchKeySet keys, List tensors, int64_t dim) {
     const OpFacts& facts = kernel_.facts();
-    const Plan plan = plan_for(facts.device);
-    const auto rule = plan.course == Course::kFollowRules
-        ? static_cast<Rule>(kernel_.entry(plan.rules) & 0xff)
-        : Rule::kNone;
+    const auto rule = static_cast<Rule>(kernel_.entry(plan_for(facts.device)) & 0xff);
     if (rule == Rule::kPromote && has_one_dtype(tensors, facts.device)) {
       const c10::impl::ExcludeDispatchKeyGuard below_autocast(facts.key);
       return Op::call(tensors, dim);
@@ -94,65 +90,53 @@ class NoWarnings final : public c10::WarningHandler {
   void process(const c10::Warning& /*warning*/) override {}
 };
 
-class Installation {
- public:
-  // Never destroyed: at exit the dispatcher may be destroyed first.
-  static Installation& get() {
-    static auto* installation = new Installation;
-    return *installation;
-  }
-
-  void set_rule(DeviceType device, int number, const std::string& op_name, uint64_t entry) {
-    const std::lock_guard lock(mutex_);
-    const size_t kernel =
-        numbers_.try_emplace({op_name, autocast_key(device)}, numbers_.size()).first->second;
-    set_entry(number, kernel, numbers_.size(), entry);
-    register_kernel(op_name, device, kernel);
-  }
-
-  void uninstall() {
-    const std::lock_guard lock(mutex_);
-    handles_.clear();
-    forget_entries();
-  }
-
- private:
-  using Where = std::pair<std::string, DispatchKey>;
-
-  void register_kernel(const std::string& op_name, DeviceType device, size_t kernel) {
-    const auto key = autocast_key(device);
-    if (handles_.count({op_name, key}) != 0) return;
-    const auto op = c10::Dispatcher::singleton().findSchema(torch::jit::parseName(op_name));
-    TORCH_CHECK(op.has_value(), "amp_plugin: no op ", op_name, " is registered.");
-    NoWarnings handler;
-    const c10::WarningUtils::WarningHandlerGuard quiet(&handler);
-    handles_.emplace(
-        Where{op_name, key},
-        c10::Dispatcher::singleton().registerImpl(
-            op->operator_name(), key, kernel_for(AutocastKernel(facts_of(*op, device), kernel)), std::nullopt,
-            nullptr, "amp_plugin"));
-  }
-
-  std::mutex mutex_;
-  std::map<Where, size_t> numbers_;
-  std::map<Where, c10::RegistrationHandleRAII> handles_;
+// The registered kernels. A kernel keeps its number after uninstall().
+struct Installation {
+  using Where = std::pair<std::string, DispatchKey>;  // an op, and the autocast key of a device
+  std::mutex mutex;
+  std::map<Where, size_t> numbers;
+  std::map<Where, c10::RegistrationHandleRAII> handles;
 };
 
-DeviceType device_named(const std::string& name) { return c10::Device(name).type(); }
+// Never destroyed: at exit the dispatcher may be destroyed first.
+Installation& installation() {
+  static auto* installation = new Installation;
+  return *installation;
+}
+
+c10::RegistrationHandleRAII registered(const std::string& op_name, DeviceType device, size_t kernel) {
+  const auto op = c10::Dispatcher::singleton().findSchema(torch::jit::parseName(op_name));
+  TORCH_CHECK(op.has_value(), "amp_plugin: no op ", op_name, " is registered.");
+  NoWarnings handler;
+  const c10::WarningUtils::WarningHandlerGuard quiet(&handler);
+  return c10::Dispatcher::singleton().registerImpl(
+      op->operator_name(), autocast_key(device), kernel_for(AutocastKernel(facts_of(*op, device), kernel)),
+      std::nullopt, nullptr, "amp_plugin");
+}
 
 }  // namespace
 
 void set_rules(
-    const std::string& device, int number, const std::vector<std::string>& ops,
+    const std::string& device_name, int number, const std::vector<std::string>& ops,
     const std::vector<uint64_t>& entries) {
   TORCH_CHECK(
       number >= 0 && number < kMaxRuleSets, "amp_plugin: rule set number ", number, " is out of range.");
+  const DeviceType device = c10::Device(device_name).type();
+  auto& [mutex, numbers, handles] = installation();
+  const std::lock_guard lock(mutex);
   for (size_t i = 0; i < ops.size(); ++i) {
-    Installation::get().set_rule(device_named(device), number, ops[i], entries[i]);
+    const Installation::Where where{ops[i], autocast_key(device)};
+    const size_t kernel = numbers.try_emplace(where, numbers.size()).first->second;
+    set_entry(number, kernel, numbers.size(), entries[i]);
+    if (!handles.contains(where)) handles.emplace(where, registered(ops[i], device, kernel));
   }
 }
 
-void uninstall() { Installation::get().uninstall(); }
+void uninstall() {
+  const std::lock_guard lock(installation().mutex);
+  installation().handles.clear();
+  forget_entries();
+}
 
 TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) {
   m.impl("norm_check", norm_check);

@@ -45,8 +45,6 @@ Norm norm_of(double p) {
   return Norm::any;
 }
 
-bool takes_extreme(double p) { return std::isinf(p); }
-
 // Return true if all squares are within float32's range. A square can leave it although the element and the
 // norm are in range.
 template <typename T>
@@ -165,7 +163,7 @@ Result run_all(at::TensorList grads, Norm norm, double factor, double p) {
   for (size_t i = 0; i < pieces.size(); ++i) {
     const double power = partials[i].power;
     result.flags[pieces[i].tensor] |= partials[i].flags;
-    if (!takes_extreme(p)) {
+    if (!std::isinf(p)) {
       result.power += power;
     } else if (std::isnan(power) || (p > 0 ? power > result.power : power < result.power)) {
       result.power = power;
@@ -182,7 +180,7 @@ at::Tensor tensor_of(double value) {
 
 Measured measured(const Result& result, double factor, double p) {
   double norm = result.power;
-  if (!takes_extreme(p) && p != 0.0) {
+  if (!std::isinf(p) && p != 0.0) {
     norm = p == 2.0 ? std::sqrt(norm) : std::pow(norm, 1.0 / p);
   }
   if (p != 0.0) {

@@ -130,13 +130,14 @@ Row StepRows::row_of(const ParameterTensors& given) {
   const at::ScalarType type = state_type(given, rule_);
   Row row{};
   row.numel = param.numel();
-  row.weight = given.remainder == nullptr ? Weight::fp32 : Weight::bfloat16_pair;
+  row.is_pair = given.remainder != nullptr;
   row.format = type == at::kByte ? State::codes : type == at::kBFloat16 ? State::bfloat16 : State::fp32;
   row.param = memory_of(written_copies_, param, like, param.scalar_type());
-  if (given.remainder != nullptr)
-    row.remainder = memory_of(written_copies_, *given.remainder, like, at::kShort);
+  if (row.is_pair) row.remainder = memory_of(written_copies_, *given.remainder, like, at::kShort);
   row.grad_type = given.grad->scalar_type();
-  if (device_.is_cpu() && !has_loop(row.grad_type, row.weight)) row.grad_type = at::kFloat;
+  // The CPU has loops for gradients in float32 and in the dtype of the parameter. Torch makes gradients in
+  // another dtype only if the parameter's grad_dtype asks for it. They are first converted to float32.
+  if (device_.is_cpu() && row.grad_type != param.scalar_type()) row.grad_type = at::kFloat;
   row.grad = memory_of(gradient_copies_, *given.grad, like, row.grad_type);
   for (size_t k = 0; k < rule_.states.size(); ++k) {
     const at::Tensor& state = *given.states[k];
@@ -170,7 +171,7 @@ void StepRows::finish() const {
 
 LastBlock::LastBlock(const Row& row, int64_t begin, int64_t count) : block_(row) {
   const int64_t grad = row.grad_type == at::kFloat ? sizeof(float) : sizeof(at::BFloat16);
-  const int64_t param = row.weight == Weight::bfloat16_pair ? sizeof(at::BFloat16) : sizeof(float);
+  const int64_t param = row.is_pair ? sizeof(at::BFloat16) : sizeof(float);
   const int64_t half = sizeof(int16_t);
   block_.grad = hold(0, row.grad, begin * grad, count * grad);
   block_.param = hold(1, row.param, begin * param, count * param);

@@ -46,16 +46,6 @@ struct StepLists {
   ParameterTensors of(size_t i) const;
 };
 
-// How a parameter is stored: as float32, or as bfloat16 with a remainder.
-enum class Weight : uint8_t { fp32, bfloat16_pair };
-
-// Return true if the CPU has a loop for this gradient: one in float32, or in the dtype that the model
-// computes with. Torch makes gradients in another dtype only if the parameter's grad_dtype asks for it. Such
-// a gradient is first converted to float32.
-constexpr bool has_loop(at::ScalarType grad, Weight weight) {
-  return grad == at::kFloat || (grad == at::kBFloat16 && weight == Weight::bfloat16_pair);
-}
-
 // How a state is stored; see step_states.h.
 enum class State : uint8_t { fp32, bfloat16, codes };
 
@@ -71,13 +61,13 @@ constexpr int64_t state_bytes(State state, int64_t count) {
 
 struct Row {
   void* param;
-  void* remainder;
+  void* remainder;  // null if the parameter is not a pair
   void* grad;
   std::array<void*, kMostStates> states;
   int64_t numel;
   int64_t offset;  // position of the row's first element in the parameter
   at::ScalarType grad_type;
-  Weight weight;
+  bool is_pair;  // the parameter is bfloat16 with a remainder; otherwise it is float32
   State format;  // of all states that are not weights
   std::array<bool, kMostStates> are_weights;  // true for states that are weights; they are float32
 

@@ -59,10 +59,10 @@ void step_range(
   if (begin < end) states.flush();
 }
 
-// Chooses the loop by the dtypes of weight and gradient; see has_loop().
+// Chooses the loop by the dtypes of the parameter and its gradient.
 template <typename Rule, typename States, typename... Arguments>
 void step_as_stored(const Row& row, const Arguments&... arguments) {
-  if (row.weight == Weight::fp32) {
+  if (!row.is_pair) {
     step_range<Rule, float, Fp32Weight, States>(row, arguments...);
   } else if (row.grad_type == at::kFloat) {
     step_range<Rule, float, PairedWeight, States>(row, arguments...);

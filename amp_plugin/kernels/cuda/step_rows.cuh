@@ -225,8 +225,8 @@ __device__ inline void divide_grad(
   store_grad<kCount>(parameter, at, grad);
 }
 
-// kCount neighboring elements of one state, stored as float32 if `kIsFloat32` or the state is a weight, else as
-// bfloat16. csrc/step_states.h describes how they are rounded.
+// kCount neighboring elements of one state, stored as float32 if `kIsFloat32` or the state is a weight, else
+// as bfloat16. csrc/step_states.h describes how they are rounded.
 template <int kCount, bool kIsFloat32>
 struct PlainLanes {
   u64 address;

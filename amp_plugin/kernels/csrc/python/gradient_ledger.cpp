@@ -91,6 +91,8 @@ struct Record {
   // has stepped with it since it was last divided.
   std::vector<std::pair<int64_t, bool>> used_by;
   bool has_grown = false;  // a scaled backward pass has added to the gradient since it was last used
+
+  bool is_changed(const at::Tensor& grad) const { return change_since(mark, grad) != Change::kSame; }
 };
 
 auto find_use(Record& record, int64_t optimizer) {
@@ -156,8 +158,8 @@ auto launched(List params, const at::Tensor& scale, bool writes, const Launch& l
     if (grad.defined()) grads.add(local_part(grad));
     return true;
   });
-  const std::unique_ptr<GradientTable> table = GradientTable::kept(grads.tensors(), scale);
-  if (table == nullptr) return std::nullopt;
+  const std::optional<GradientTable> table = GradientTable::kept(grads.tensors(), scale);
+  if (!table) return std::nullopt;
   if (writes) increment_versions(grads.tensors());
   const py::gil_scoped_release others_may_run;  // a launch can block if the device is far behind
   return launch(*table);
@@ -204,7 +206,7 @@ class GradientLedger {
       auto part = std::ranges::find_if(parts, [&](const Part& p) { return p.scale->is(record.carries); });
       if (part == parts.end()) part = parts.insert(parts.end(), Part{&record.carries, {}, false});
       part->positions.push_back(i);
-      part->is_changed |= grad.defined() && change_since(record.mark, grad) != Change::kSame;
+      part->is_changed |= grad.defined() && record.is_changed(grad);
       return true;
     });
     py::list found;
@@ -222,7 +224,7 @@ class GradientLedger {
   void begin_backward(const py::object& scale) {
     each([&](Record& record, const at::Tensor& grad) {
       const bool goes_on = record.carries.is(scale) && record.used_by.empty();
-      if (record.used_by.empty()) record.has_grown |= change_since(record.mark, grad) != Change::kSame;
+      if (record.used_by.empty()) record.has_grown |= record.is_changed(grad);
       record.has_grown &= grad.defined();
       record.used_by.clear();
       if (!record.carries.is(scale)) record.carries = scale;
@@ -265,9 +267,7 @@ class GradientLedger {
   void write(const py::function& write) {
     std::vector<bool> is_same;
     is_same.reserve(records_.size());
-    each([&](Record& record, const at::Tensor& grad) {
-      is_same.push_back(change_since(record.mark, grad) == Change::kSame);
-    });
+    each([&](Record& record, const at::Tensor& grad) { is_same.push_back(!record.is_changed(grad)); });
     write();
     size_t i = 0;
     each([&](Record& record, const at::Tensor& grad) {
@@ -281,21 +281,18 @@ class GradientLedger {
 
   bool waits() const {
     return any([](const Record& record, const at::Tensor& grad) {
-      return grad.defined() && !record.carries.is_none() &&
-          (record.has_grown || change_since(record.mark, grad) != Change::kSame);
+      return grad.defined() && !record.carries.is_none() && (record.has_grown || record.is_changed(grad));
     });
   }
 
   bool has_grown() const {
     return any([](const Record& record, const at::Tensor& grad) {
-      return record.has_grown || change_since(record.mark, grad) != Change::kSame;
+      return record.has_grown || record.is_changed(grad);
     });
   }
 
   bool is_changed() const {
-    return any([](const Record& record, const at::Tensor& grad) {
-      return change_since(record.mark, grad) != Change::kSame;
-    });
+    return any([](const Record& record, const at::Tensor& grad) { return record.is_changed(grad); });
   }
 
   // Returns the device of all gradients if one kernel can take them all, and the positions of the parameters
@@ -361,10 +358,8 @@ class GradientLedger {
       return known.measure(writes, inv_scale, p, is_scale);
     });
     if (found) return *found;
-    if constexpr (writes)
-      return call<unscale_>("amp_plugin::unscale_", gradients(params), inv_scale, p, is_scale);
-    else
-      return call<norm_check>("amp_plugin::norm_check", gradients(params), inv_scale, p, is_scale);
+    constexpr const char* kOp = writes ? "amp_plugin::unscale_" : "amp_plugin::norm_check";
+    return call<(writes ? unscale_ : norm_check)>(kOp, gradients(params), inv_scale, p, is_scale);
   }
 
   static at::Tensor multiply(

@@ -15,8 +15,8 @@
 #define AMP_PLUGIN_RULES(RULE)                           \
   RULE(adam, Adam<false>)                                \
   RULE(adam_amsgrad, Adam<true>)                         \
-  RULE(sgd, Sgd)                                  \
-  RULE(sgd_momentum, SgdMomentum)                          \
+  RULE(sgd, Sgd)                                         \
+  RULE(sgd_momentum, SgdMomentum)                        \
   RULE(lion, Lion)                                       \
   RULE(rmsprop, Rmsprop<false>)                          \
   RULE(rmsprop_momentum, RmspropMomentum<false>)         \
