@@ -273,7 +273,7 @@ def test_rules_of_an_accelerator_stay_in_force_around_those_of_the_cpu():
     answer = call(look_at_rules_of_two_devices, frameworks=True)
     both, error, *_, state = answer.stdout.splitlines()
     assert (both, state) == ("True True", "False")
-    assert "the first 29 can be in force on the CPU and on an accelerator at the same time" in error
+    assert "the first 29 rule sets of a process can be in force on the CPU and on an accelerator" in error
 
 
 @pytest.mark.parametrize("rules", [None, SOFTMAX32], ids=["default", "own"])

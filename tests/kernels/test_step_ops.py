@@ -431,14 +431,14 @@ def test_errors_of_rules_say_what_is_wrong():
         adam_(
             OP, params, grads, first, second, [], [torch.tensor(1)], [], decoupled_weight_decay=True, **ADAM
         )
-    with pytest.raises(ValueError, match="adam: parameter 0 has states in several formats"):
+    with pytest.raises(ValueError, match="adam: parameter 0 has states of different dtypes"):
         adam_(
             OP, params, grads, first, [second[0].bfloat16()], [], steps, [],
             decoupled_weight_decay=True, **ADAM,
         )  # fmt: skip
     with pytest.raises(ValueError, match="there is no rule adamw; give one of adam, adam_amsgrad, sgd,"):
         OP.step_(params, grads, [*first, *second], steps, [], "adamw", [0.1])
-    with pytest.raises(ValueError, match="1 numbers for the rule sgd; give 6, in the order of"):
+    with pytest.raises(ValueError, match="got 1 numbers for the rule sgd; give 6, in the order of"):
         OP.step_(params, grads, [], [], [], "sgd", [0.1])
 
 

@@ -108,5 +108,5 @@ def test_a_list_that_holds_no_tensor_is_refused(given, position):
     calls += [lambda params: ledger(params, (), None).parts()]
     calls += [lambda params: ledger.multiply_(params, torch.ones(()))]
     for call in calls:
-        with pytest.raises(TypeError, match="expected a list of tensors, got one with"):
+        with pytest.raises(TypeError, match="expected a list of tensors, found a"):
             call(params)

@@ -283,13 +283,13 @@ def test_other_tensors_are_left_to_the_optimizer(param, grad, text):
 
 def test_reasons_that_belong_to_a_call(scale):
     run = Run("adamw", scaler=scaler_of(scale))
-    assert "parameter 0 has no state yet, which torch's own step makes" in run.step().how
+    assert "parameter 0 has no state yet; torch's own step creates it" in run.step().how
     assert run.step().how == "in one pass"
     doubled = torch.nn.Parameter(torch.ones(2))
     with pytest.warns(UserWarning, match="duplicate parameters"):
         run.optimizer = torch.optim.SGD([doubled, doubled], lr=0.1)
     run.params = [doubled]
-    assert "parameter 1 is there twice" in run.step().how
+    assert "parameter 1 is listed twice" in run.step().how
 
 
 def test_schedulers_see_the_step_and_hooks_run(scale):

@@ -50,14 +50,14 @@ bool is_on(const at::Tensor& tensor, DeviceType device) {
   }
 }
 
-// Casts without autocast: the caller has already excluded the autocast key.
+// Casts a tensor. The caller has excluded the autocast key, so autocast does not see this cast.
 at::Tensor cast_tensor(const at::Tensor& tensor, ScalarType dtype) {
   return at::_ops::_to_copy::call(
       tensor, dtype, std::nullopt, std::nullopt, std::nullopt, false, std::nullopt);
 }
 
-// Returns the cast of a weight, from the casts that our innermost region keeps if it is there. `cached` says
-// whether it was.
+// Returns the cast of a weight: the cast that the region has kept, or else a new one, which is kept if that
+// is allowed. `cached` is set to whether a kept cast was found.
 at::Tensor cast_weight(const at::Tensor& weight, ScalarType dtype, bool& cached) {
   at::Tensor kept = find_cast(weight, dtype);
   cached = kept.defined();
@@ -167,7 +167,7 @@ std::optional<OperatorHandle> find_dtype_overload(const OperatorHandle& op) {
   TORCH_CHECK(name.name != "aten::binary_cross_entropy", kBannedBinaryCrossEntropy);
   TORCH_CHECK(
       false, "The autocast rules in force ban ", name,
-      ". Run it in a region with enabled=False, on fp32 inputs, or give it another rule.");
+      ". Give it another rule, or run it on float32 inputs in a region with enabled=False.");
 }
 
 }  // namespace
@@ -236,8 +236,8 @@ void AutocastKernel::operator()(const OperatorHandle& op, c10::DispatchKeySet ke
     return facts_.torch_kernel->callBoxed(op, keys, stack);
   const uint64_t entry = this->entry(plan);
   const auto rule = static_cast<Rule>(entry & 0xff);
-  // No rule names this op. Each op that it calls inside follows its own rule, as if this op had no autocast
-  // kernel.
+  // No rule applies to this op. Each op that it calls inside follows its own rule, as if this op had no
+  // autocast kernel.
   if (rule == Rule::kNone) return redispatch(op, keys, stack);
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(facts_.key);
   const size_t base = stack->size() - facts_.argument_count;

@@ -1,5 +1,5 @@
-// Our autocast kernel of one op on one device type. It casts the arguments as the op rules in force say, then
-// calls the op.
+// Our autocast kernel of one op on one device type. It casts the arguments as the rules in force for the op
+// say, and then calls the op.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -32,8 +32,8 @@ bool was_logged(const at::Tensor& cast);
 // Turns the log on or off, and returns whether it was on. Turning it on empties it.
 bool log_casts(bool on);
 
-// Sets the scope number that this thread's casts are logged with, and returns the previous one. -1 means no
-// scope.
+// Sets this thread's scope number, and returns the previous one. Each cast is logged with it, so that the
+// caller can tell where in the program a cast was made. -1 means no scope.
 int64_t set_log_scope(int64_t scope);
 
 // Returns the casts that were logged since the last call.

@@ -25,9 +25,9 @@ const c10::impl::DeviceGuardImplInterface& guard() { return *c10::impl::getDevic
 class OnDevice {
  public:
   explicit OnDevice(const Context& primary) {
-    check(driver().cuCtxGetCurrent(&before_), "the CUDA driver tells no context");
+    check(driver().cuCtxGetCurrent(&before_), "report the current context");
     if (before_ == primary.handle || is_of(before_, primary.device)) return;
-    check(driver().cuCtxSetCurrent(primary.handle), "the CUDA driver takes no context");
+    check(driver().cuCtxSetCurrent(primary.handle), "make the device's context current");
     changed_ = true;
   }
   ~OnDevice() {
@@ -58,20 +58,20 @@ Handle loaded(const std::string& name, const at::Tensor& code) {
   if (status == 0) status = driver().cuKernelGetFunction(&function, kernel);
   TORCH_CHECK(
       status != kNoBinaryForGpu, "the CUDA driver cannot load ", name, " (", told(status),
-      "); CUDA_MODULE_LOADING=EAGER makes it load code on every GPU of the process, and these differ: unset "
-      "it");
+      "); with CUDA_MODULE_LOADING=EAGER it loads the code on every GPU of the process, and the GPUs have "
+      "different architectures; unset CUDA_MODULE_LOADING");
   TORCH_CHECK(
       status == 0, "the CUDA driver cannot load ", name, " (", told(status),
-      "); update the driver to the major version of CUDA that NVRTC has, or a later one, or install "
-      "cuda-bindings and NVRTC of the driver's");
+      "); it may be older than NVRTC: update the driver, or install cuda-bindings and NVRTC of the CUDA "
+      "version that the driver has");
   return kernel;
 }
 
 }  // namespace
 
 Context::Context(c10::DeviceIndex index) {
-  check(driver().cuDeviceGet(&device, index), "the CUDA driver does not have the device");
-  check(driver().cuDevicePrimaryCtxRetain(&handle, device), "the CUDA driver has no context for the device");
+  check(driver().cuDeviceGet(&device, index), "find the device");
+  check(driver().cuDevicePrimaryCtxRetain(&handle, device), "create a context for the device");
 }
 
 Device* Device::find(c10::DeviceIndex index) {
@@ -112,7 +112,7 @@ Handle Device::stream() const { return guard().getStreamNativeHandle(guard().get
 
 bool Device::is_captured(Handle stream) {
   int status = 0;
-  check(driver().cuStreamIsCapturing(stream, &status), "the CUDA driver tells nothing of the stream");
+  check(driver().cuStreamIsCapturing(stream, &status), "report whether the stream is being captured");
   return status == kCaptured;
 }
 

@@ -32,10 +32,12 @@ std::string told(Status status) {
       name == nullptr ? "an unknown error" : name, " ", status, ", ", text == nullptr ? "" : text);
 }
 
-void check(Status status, const char* what) { TORCH_CHECK(status == 0, what, ": ", told(status)); }
+void check(Status status, const char* what) {
+  TORCH_CHECK(status == 0, "the CUDA driver cannot ", what, ": ", told(status));
+}
 
 OutsideCapture::OutsideCapture() : mode_(kRelaxed) {
-  check(driver().cuThreadExchangeStreamCaptureMode(&mode_), "the CUDA driver keeps its capture mode");
+  check(driver().cuThreadExchangeStreamCaptureMode(&mode_), "change the capture mode of the thread");
 }
 
 OutsideCapture::~OutsideCapture() { driver().cuThreadExchangeStreamCaptureMode(&mode_); }

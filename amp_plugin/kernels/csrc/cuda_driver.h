@@ -71,7 +71,7 @@ const Driver& driver();
 // The name and description of a driver error.
 std::string told(Status status);
 
-// Raises RuntimeError "`what`: ..." if the status is an error.
+// Raises RuntimeError "the CUDA driver cannot `what`: ..." if the status is an error.
 void check(Status status, const char* what);
 
 // During the lifetime of this object, the thread may allocate memory and load code although one of its

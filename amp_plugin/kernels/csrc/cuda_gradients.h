@@ -1,4 +1,4 @@
-// Launches on gradients whose table is on the device. The CUDA implementations of the ops use it too.
+// norm_check, unscale_ and multiply_ as launches on a table of gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -14,12 +14,14 @@ enum DType : u8 { kFloat16, kBFloat16, kFloat32, kFloat64, kComplex64, kComplex1
 
 enum StateType : u8 { kStateFloat32, kStateBFloat16, kStateCodes };  // the same order as State in step_rows.h
 
-constexpr u32 kCodeBlock = 128;  // elements that share one unit; the unit is stored behind them
-constexpr u32 kCodeBlockBytes = 132;
+constexpr u32 kCodeBlock = 128;  // elements of a block of 8-bit codes; csrc/step_states.h describes it
+constexpr u32 kCodeBlockBytes = 132;  // the codes, and one float32
 
 constexpr u32 kThreads = 256;  // threads of a block that works on a table
 constexpr u32 kGranuleBytes = 4096;
-constexpr u32 kGranulesOfTensor = 2;  // a block moves about 8 KB in the time of one trip to memory
+// The extra granules of each tensor, for the cost of its start. In the time of one trip to memory, a block
+// moves about 8 KB.
+constexpr u32 kGranulesOfTensor = 2;
 constexpr u32 kGranuleElements = 1024;  // for ops that go through several tensors in parallel
 
 struct alignas(16) Row {
@@ -115,8 +117,9 @@ inline u32 random_bits(u32 number, u32 seed) {
   return bits ^ (bits >> 15);
 }
 
-// The 16 random bits that round each element of a block of codes, for every state but the first. Only the
-// start of the sequence is random. From there the high bytes advance by kStride, which spreads them evenly.
+// The random bits that round the elements of a block of a second moment (kSquare or kSecondSquare): 16 bits
+// for each element. Only the start of the sequence is random. From there the high bytes advance by kStride,
+// which spreads them evenly.
 constexpr u32 kStride = 159;
 
 struct Draws {
@@ -155,8 +158,8 @@ inline u32 unpack_weight(u16 high, u16 low) {
   return (bits & 0x7FFF0000u) == 0 ? bits : bits + u32(int(short(low)));
 }
 
-// The rest of this file are the ops on a few numbers. On a GPU one thread runs them, in the kernel of the op;
-// on the CPU the op calls them. kernels/reference.py describes what each computes.
+// The rest of this file computes the ops on a few numbers. On the CPU an op calls its function. On a GPU the
+// op's kernel is one thread that calls the same function. kernels/reference.py describes what each computes.
 
 // The factor that clipping multiplies gradients by, or 1 in a step that is skipped.
 inline float clip_factor_of(float norm, float max_norm, const float* found_inf) {
@@ -193,7 +196,8 @@ inline void adjust_scale(
     *growth_tracker = 0;
     if (!(spent && rule.mode == kDeepSpeed)) *hysteresis_tracker = left - 1;
     if (spent) {
-      const float floor = *scale < rule.min_scale ? *scale : rule.min_scale;  // lowering must never raise it
+      // A scale that is below min_scale already stays as it is.
+      const float floor = *scale < rule.min_scale ? *scale : rule.min_scale;
       const float lower = static_cast<float>(*scale * rule.backoff_factor);  // in double, as torch does
       *scale = lower < floor ? floor : lower;
     }
@@ -204,7 +208,8 @@ inline void adjust_scale(
   if (grows || rule.mode == kApex) *hysteresis_tracker = rule.hysteresis;
   *growth_tracker = grows ? 0 : steps;
   if (grows) {
-    const float ceiling = *scale > rule.max_scale ? *scale : rule.max_scale;  // raising must never lower it
+    // A scale that is above max_scale already stays as it is.
+    const float ceiling = *scale > rule.max_scale ? *scale : rule.max_scale;
     const float higher = static_cast<float>(*scale * rule.growth_factor);
     if (is_finite(higher)) *scale = higher > ceiling ? ceiling : higher;
   }
@@ -217,8 +222,8 @@ constexpr u32 kMostPacked = 32;  // limit for the measurements, the flags and th
 struct Measurements {
   DeviceScalar norms[kMostPacked];
   DeviceScalar flags[kMostPacked];
-  double replicas[kMostPacked];  // the number of replicas of each power
-  u8 slots[kMostPacked];  // the slot of each norm
+  double replicas[kMostPacked];  // for each power, the number of ranks that hold the same gradients
+  u8 slots[kMostPacked];  // for each norm, the number of the power that it belongs to
   u32 norm_count;
   u32 flag_count;
   u32 power_count;
@@ -259,7 +264,7 @@ inline void pack_powers(const Measurements& measured, double* packed, double p) 
   packed[measured.power_count] = found;
 }
 
-// Computes norm and found_inf from the sums over all ranks.
+// Computes norm and found_inf from the sums over all ranks. There is one sum for each call of pack_powers().
 inline void unpack_powers(const Packed& packed, double p, float* norm, float* found_inf) {
   double total = neutral(p), found = 0;
   for (u32 i = 0; i < packed.count; ++i) {

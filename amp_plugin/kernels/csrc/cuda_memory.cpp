@@ -34,7 +34,7 @@ Memory::Slab Memory::slab_of(size_t bytes) {
   Address address = 0;
   Status status = driver().cuMemAlloc(&address, size);
   if (status == kOutOfMemory && release_cached_memory()) status = driver().cuMemAlloc(&address, size);
-  check(status, "the CUDA driver gives no memory for a table of tensors");
+  check(status, "allocate memory for a table of tensors");
   return {address, size};
 }
 
@@ -75,12 +75,11 @@ void copy_at_once(Address target, const void* source, size_t bytes) {
   static std::map<Handle, Handle> streams;  // one stream per context
   const std::lock_guard lock(mutex);
   Handle context = nullptr;
-  check(driver().cuCtxGetCurrent(&context), "the CUDA driver tells no context");
+  check(driver().cuCtxGetCurrent(&context), "report the current context");
   Handle& stream = streams[context];
-  if (stream == nullptr)
-    check(driver().cuStreamCreate(&stream, kNonBlocking), "the CUDA driver makes no stream");
-  check(driver().cuMemcpyHtoDAsync(target, source, bytes, stream), "the CUDA driver copies no table");
-  check(driver().cuStreamSynchronize(stream), "the CUDA driver copies no table");
+  if (stream == nullptr) check(driver().cuStreamCreate(&stream, kNonBlocking), "create a stream");
+  check(driver().cuMemcpyHtoDAsync(target, source, bytes, stream), "copy a table to the device");
+  check(driver().cuStreamSynchronize(stream), "copy a table to the device");
 }
 
 void when_graph_is_gone(Handle stream, void* data, void (*destroy)(void* data)) {
@@ -90,15 +89,15 @@ void when_graph_is_gone(Handle stream, void* data, void (*destroy)(void* data)) 
   Handle graph = nullptr, object = nullptr;
   check(
       driver().cuStreamGetCaptureInfo(stream, &status, &id, &graph, nullptr, nullptr),
-      "the CUDA driver tells nothing of the capture");
+      "report the state of the capture");
   TORCH_CHECK(status == kCaptured, "the capture of a CUDA graph has failed before this op was recorded");
   check(
       driver().cuUserObjectCreate(&object, data, destroy, 1, kNoDestructorSync),
-      "the CUDA driver ties nothing to a graph");
+      "attach the table to the CUDA graph");
   owned.release();  // from here on the user object destroys it
   const Status tied = driver().cuGraphRetainUserObject(graph, object, 1, kMove);
   if (tied != 0) driver().cuUserObjectRelease(object, 1);
-  check(tied, "the CUDA driver ties nothing to a graph");
+  check(tied, "attach the table to the CUDA graph");
 }
 
 }  // namespace amp_plugin::cuda

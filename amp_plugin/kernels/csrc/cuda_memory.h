@@ -1,5 +1,6 @@
-// Device memory for tables. It does not come from torch's allocator: a table may be made during the capture
-// of a CUDA graph or the warm-up of a compiled function, and outlive their memory pool.
+// Device memory for tables. It does not come from torch's allocator. During the capture of a CUDA graph or
+// the warm-up of a compiled function, torch's allocator uses a memory pool, and a table that is made then may
+// outlive that pool.
 #pragma once
 
 #include <map>

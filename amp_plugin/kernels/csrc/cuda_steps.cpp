@@ -16,7 +16,8 @@ using List = at::TensorList;
 
 uint64_t address_of(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
 
-// Gives granules to a row of a tensor that is worked on beside others.
+// Gives granules to the first row of a parameter. A granule is kGranuleElements elements of each of the
+// parameter's tensors.
 void give_granules(Rows& rows, Row& row) {
   rows.give(row, (row.numel + kGranuleElements - 1) / kGranuleElements);
 }

@@ -118,7 +118,7 @@ Rows rows_of(at::TensorList tensors, c10::Device device) {
     result.give(row, row.numel > 0 ? (bytes + kGranuleBytes - 1) / kGranuleBytes + extra : 0);
     TORCH_CHECK_VALUE(
         row.address % size == 0 || row.numel == 0, "tensor ", i, " of ", tensors.size(),
-        " begins at address ", row.address, ", no multiple of its element size of ", size,
+        " begins at address ", row.address, ", which is not a multiple of its element size of ", size,
         " bytes; pass tensor.clone()");
   }
   return result;

@@ -1,5 +1,5 @@
-// The tables of tensors that kernels work on: how they are made from a list of tensors without Python,
-// compared and uploaded.
+// The tables of tensors that kernels work on. C++ code makes them from lists of tensors, compares them with
+// earlier tables, and uploads them.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -9,8 +9,8 @@
 
 namespace amp_plugin {
 
-// The most elements of a piece. In a float32 sum of so many the rounding errors are small enough, and a piece
-// fits into the L2 cache.
+// The most elements of a piece. The rounding errors of a float32 sum over a piece are small enough, and a
+// piece fits into the L2 cache.
 constexpr int64_t kPiece = 32768;
 
 // Elements [begin, end) of the tensor with this number. `begin` is a multiple of kPiece.

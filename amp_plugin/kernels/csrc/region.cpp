@@ -45,9 +45,9 @@ Plan plan_in_torch_block(Course course, int rules) {
   return {course, rules, keeps ? Keeper::kTorch : Keeper::kNobody};
 }
 
-// A region on the CPU sets torch's cache flag to its own, because torch.autocast blocks and tracers inside
-// the region change that flag. A region on an accelerator turns torch's flag off, and only its own flag
-// counts.
+// A region on the CPU copies its cache flag to torch's flag. There torch.autocast blocks and tracers inside
+// the region can change it, so torch's flag counts. A region on an accelerator turns torch's flag off, and
+// only its own flag counts.
 Keeper keeper_in(const Region& region) {
   const bool shows_flag = open_regions.back().device == c10::DeviceType::CPU;
   const bool keeps = shows_flag ? at::autocast::is_autocast_cache_enabled() : region.cache_enabled;

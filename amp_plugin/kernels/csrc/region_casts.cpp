@@ -25,8 +25,8 @@ namespace {
 
 std::atomic<RefillTest> refill_test{nullptr};
 
-// Whether the refill test was true for a tensor. The version counter identifies the tensor. Because we hold
-// the counter, its address cannot be reused for the counter of another tensor.
+// The answer of the refill test for a tensor. The tensor is identified by its version counter. Because we
+// hold the counter, its address cannot be reused for the counter of another tensor.
 struct Answer {
   c10::VariableVersion version;
   bool is_refilled;

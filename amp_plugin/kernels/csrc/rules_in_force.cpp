@@ -44,9 +44,9 @@ struct RulesInForce {
     if (accelerator == 0) return cpu;
     if (cpu == 0) return kMaxRuleSets + accelerator;
     TORCH_CHECK(
-        cpu < kTogether && accelerator < kTogether, "Of a process's rule sets the first ", kTogether - 1,
-        " can be in force on the CPU and on an accelerator at the same time. Open the regions of several "
-        "rule sets one after the other.");
+        cpu < kTogether && accelerator < kTogether, "Only the first ", kTogether - 1,
+        " rule sets of a process can be in force on the CPU and on an accelerator at the same time. Close "
+        "the region on one device before you open the region on the other.");
     return 2 * kMaxRuleSets + cpu * kTogether + accelerator;
   }
 };

@@ -16,7 +16,9 @@
 //   code                                          CPU           accelerator
 //   0 ... kMaxRuleSets - 1                        code          0
 //   kMaxRuleSets ... 2 * kMaxRuleSets - 1         0             code - kMaxRuleSets
-//   from 2 * kMaxRuleSets on                      both are below kTogether: first * kTogether + second
+//   from 2 * kMaxRuleSets on                      c / kTogether    c % kTogether, c = code - 2 * kMaxRuleSets
+//
+// In the last row, both numbers are below kTogether.
 //
 // The digits. A digit is a dtype, and kBase is the number of dtypes. Digits are counted from the dtype that a
 // fresh thread has, so a thread that never opened a region has the code 0. The low digit is 0 only in the

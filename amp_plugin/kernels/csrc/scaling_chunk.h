@@ -98,9 +98,9 @@ template <typename T>
   return flags;
 }
 
-// Returns the sum of |x|^p in double, for norms that have no loop of their own, and for elements whose powers
-// leave float32's range. If p is 0, it counts the nonzero
-// elements; if p is inf or -inf, it returns the largest or the smallest |x|.
+// Returns the sum of |x|^p, computed in double. It serves norms that have no loop of their own, and elements
+// whose powers leave float32's range. If p is 0, it counts the nonzero elements. If p is inf or -inf, it
+// returns the largest or the smallest |x|.
 template <typename X>
 [[gnu::noinline]] double any_power(const X* data, int64_t count, double p) {
   const bool smallest = p == -std::numeric_limits<double>::infinity();
@@ -125,8 +125,8 @@ template <typename X>
   return result;
 }
 
-// The loop over a chunk. It reads each x, adds it to the norm, checks that x * factor is finite, and writes
-// the product if asked to.
+// The loop over a chunk. It reads each x, adds it to the norm, and checks that x * factor is finite. If
+// `write`, it also writes the product.
 template <typename T, Norm norm, bool write>
 Partial run_chunk(T* data, int64_t count, Wide<T> factor) {
   using L = Lanes<T>;
@@ -169,6 +169,7 @@ Partial run_chunk(T* data, int64_t count, Wide<T> factor) {
   constexpr auto kAllZero = (int64_t{1} << Vec::size()) - 1;
   const Vec any_bad = (bad[0] + bad[1]) + (bad[2] + bad[3]);
   const bool finite = (any_bad.zero_mask() & kAllZero) == kAllZero;
+  // A product that is finite in float32 can become infinite when it is rounded to 16 bits.
   const bool may_round_up = write && sizeof(T) < 4 && factor > Wide<T>(1);
   if (!finite || may_round_up) {
     result.flags = element_flags(data, count);

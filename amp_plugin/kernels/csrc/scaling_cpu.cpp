@@ -53,7 +53,8 @@ bool is_exact(double sum_of_squares) {
   return std::is_same_v<T, double> || (sum_of_squares >= kSmallest && std::isfinite(sum_of_squares));
 }
 
-// Multiplies and checks the elements of a piece whose power is already known.
+// Multiplies and checks the elements of a piece. The contribution of the piece to the norm is known already:
+// `power`.
 template <typename T, bool write>
 Partial with_power(double power, T* values, int64_t count, double factor) {
   Partial partial = run_chunk<T, Norm::none, write>(values, count, static_cast<Wide<T>>(factor));

@@ -13,8 +13,8 @@
 
 namespace amp_plugin {
 
-// What the arguments of a call tell: the device of the first tensor on a GPU, and the length of the longest
-// list.
+// Facts about the arguments of a call: the device of the first tensor that is on a GPU, and the length of the
+// longest list.
 struct SeenArguments {
   std::optional<c10::Device> gpu;
   size_t longest = 0;
@@ -31,9 +31,9 @@ struct SeenArguments {
   void see(const Other&) {}
 };
 
-// Registers `op` under this name. A call gets the GPU of its tensors, or the CPU. If our kernels do not run
-// on that GPU, or if a list is longer than `most`, the op made of plain torch ops (_plain_NAME) is called
-// instead.
+// Registers `op` under this name. Its first argument is the GPU of the tensors, or the CPU if there is none.
+// If our kernels do not run on that GPU, or if a list is longer than `most`, the op made of plain torch ops
+// (_plain_NAME) is called instead.
 template <typename Result, typename... Parameters>
 void add_op(
     torch::Library& library, const char* name, Result (*op)(c10::Device, Parameters...),

@@ -16,7 +16,7 @@
 namespace amp_plugin {
 namespace {
 
-// The rule, prepared for one step on the elements of a row.
+// The rule for one step of one parameter.
 struct RowStep {
   uint32_t seed = 0;  // the seed of random rounding
   alignas(16) std::array<std::byte, StepRule::kMostBytes> made;

@@ -33,8 +33,8 @@ using Words = uint32_t [[gnu::vector_size(sizeof(Floats))]];
   return ((x > Floats(0)) & Floats(1)) - ((x < Floats(0)) & Floats(1));
 }
 
-// Returns the larger of two numbers that have no sign. The bits of such floats are ordered as the floats are,
-// and a NaN is the largest.
+// Returns the larger of two numbers whose sign bits are 0. Their bits, compared as integers, have the same
+// order as the numbers, and a NaN is the largest.
 [[gnu::always_inline]] inline Floats larger(const Floats& first, const Floats& second) {
   const Words bits = bits_of(first), others = bits_of(second);
   const Words larger = bits > others ? bits : others;

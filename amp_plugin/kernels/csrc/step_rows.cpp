@@ -13,7 +13,7 @@
 namespace amp_plugin {
 namespace {
 
-// The dtype that tells the format of all states that are not weights.
+// The dtype of all states that are not weights. It determines their storage format.
 at::ScalarType state_type(const ParameterTensors& given, const StepRule& rule) {
   for (size_t k = 0; k < rule.states.size(); ++k) {
     if (rule.states[k] != rules::kWeight) return given.states[k]->scalar_type();
@@ -51,11 +51,11 @@ std::string obstacle_of(const ParameterTensors& given, const StepRule& rule, c10
   const bool is_ordered =
       param.is_non_overlapping_and_dense() && (remainder == nullptr || same_memory_order(param, *remainder));
   if (type == at::kByte && !is_ordered)
-    return "has states in 8-bit codes; it must be dense, and its remainder laid out as it is";
+    return "has states in 8-bit codes, so it must be dense, and its remainder must have the same strides";
   for (size_t k = 0; k < rule.states.size(); ++k) {
     const at::Tensor& state = *given.states[k];
     const bool is_weight = rule.states[k] == rules::kWeight;
-    if (!is_weight && state.scalar_type() != type) return "has states in several formats";
+    if (!is_weight && state.scalar_type() != type) return "has states of different dtypes";
     if (is_weight || type != at::kByte) {
       if (!fits(state, {at::kFloat, is_weight ? at::kFloat : at::kBFloat16}))
         return unfit("has a state that ", state, is_weight ? "float32" : "float32 or bfloat16");

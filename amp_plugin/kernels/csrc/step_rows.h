@@ -74,8 +74,8 @@ struct Row {
   State format_of(size_t k) const { return are_weights[k] ? State::fp32 : format; }
 };
 
-// The elements after the last whole block of a parameter, copied into a block of their own. So the loops over
-// elements only ever see whole blocks.
+// A copy of the elements after the last whole block of a parameter, filled up to a whole block. So the loops
+// over elements have to handle whole blocks only.
 class LastBlock {
  public:
   static constexpr size_t kMostElements = kCodeBlock;

@@ -63,8 +63,8 @@ const StepRule& step_rule(std::string_view name, size_t numbers) {
     TORCH_CHECK_VALUE(false, "step_: there is no rule ", name, "; give one of ", c10::Join(", ", names), ".");
   }
   TORCH_CHECK_VALUE(
-      found->numbers == numbers, "step_: ", numbers, " numbers for the rule ", name, "; give ",
-      found->numbers, ", in the order of kernels/csrc/rules.");
+      found->numbers == numbers, "step_: got ", numbers, " numbers for the rule ", name, "; give ",
+      found->numbers, ", in the order of the rule's enum in kernels/csrc/rules.");
   return *found;
 }
 

@@ -108,8 +108,8 @@ struct Halves {
 // whole ones, and the processor waits until the writes have finished (1.2 to 1.4 times the step of a
 // float32).
 struct PairedWeight {
-  // Does unpack_weight() for each element. The highest bit of the low half is flipped, which adds 0x8000;
-  // that is subtracted again.
+  // Does unpack_weight() for each element. The low half is signed. To make it unsigned, 0x8000 is added,
+  // which flips its highest bit. After the halves are joined, 0x8000 is subtracted again.
   [[gnu::always_inline]] static Block load(const Row& row, int64_t at) {
     const auto* high = static_cast<const uint16_t*>(row.param) + at;
     const auto* low = static_cast<const uint16_t*>(row.remainder) + at;

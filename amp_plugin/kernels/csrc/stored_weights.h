@@ -20,7 +20,8 @@ inline void check_count(const char* op, size_t masters, size_t other, const char
       masters == other, op, ": ", masters, " masters and ", other, " ", name, "; give one for each master.");
 }
 
-// The tensors of pack_weights_ and unpack_weights_, checked, and each pair in the memory order of its master.
+// The tensors of pack_weights_ and unpack_weights_. The constructor checks them, and brings each pair into
+// the memory order of its master.
 struct StoredWeights {
   StoredWeights(const char* op, at::TensorList masters, at::TensorList high, at::TensorList low)
       : masters(checked(op, masters, high, low)),

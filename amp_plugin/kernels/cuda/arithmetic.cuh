@@ -6,8 +6,8 @@
 
 namespace amp_plugin {
 
-// kCount neighboring elements, which a thread computes side by side. No element has to wait for the square
-// root or the quotient of another.
+// kCount neighboring elements, which one thread computes. The elements do not depend on each other, so the
+// GPU overlaps their square roots and divisions.
 template <int kCount>
 struct Lanes {
   float lane[kCount];
@@ -22,7 +22,7 @@ struct Lanes {
   }
 };
 
-// Lane i becomes function(i).
+// Returns the lanes function(0), function(1), and so on.
 template <int kCount, typename Function>
 __device__ inline Lanes<kCount> made(Function&& function) {
   Lanes<kCount> lanes;
@@ -65,8 +65,8 @@ template <int kCount>
 __device__ inline Lanes<kCount> operator*(const Lanes<kCount>& a, const Lanes<kCount>& b) {
   return each([](float a, float b) { return a * b; }, a, b);
 }
-// Rounded as a division is. Takes no branch per element if all operands are far from the ends of float32's
-// range.
+// Divides and rounds to nearest, as IEEE 754 requires. If all operands are far from the ends of float32's
+// range, one branch decides for all lanes; otherwise each lane takes branches of its own.
 template <int kCount>
 __device__ inline Lanes<kCount> operator/(const Lanes<kCount>& a, const Lanes<kCount>& b) {
   if constexpr (kCount > 1) {
@@ -104,7 +104,7 @@ template <int kCount>
 __device__ inline Lanes<kCount> sign_of(const Lanes<kCount>& x) {
   return each([](float x) { return float(x > 0) - float(x < 0); }, x);
 }
-// The larger of two numbers that have no sign. A NaN is the largest.
+// Returns the larger of two numbers whose sign bits are 0. A NaN is the largest.
 template <int kCount>
 __device__ inline Lanes<kCount> larger(const Lanes<kCount>& first, const Lanes<kCount>& second) {
   return each([](float a, float b) { return cuda::join_max(a, b); }, first, second);
@@ -120,8 +120,9 @@ struct Divisor {
 
   __device__ float divide(float x) const {
     const float quotient = x * inverse;
-    // The error of the quotient, with the sign that makes a correction by 0 keep the sign of a zero. An
-    // infinity, or a quotient that is one, is not corrected.
+    // How much the quotient is too large, times the divisor. It is subtracted below, and subtracting 0 keeps
+    // the sign of a zero. If x or the quotient is infinite, this is not finite, and the quotient is not
+    // corrected.
     const float excess = fmaf(quotient, divisor, -x);
     const float corrected = fmaf(-excess, inverse, quotient);
     return fabsf(excess) <= cuda::largest(excess) ? corrected : quotient;

@@ -1,7 +1,7 @@
-// clip_factor: the factor that clipping multiplies gradients by. If a scale is given, the scale divided by
-// that factor, which a fused optimizer divides scaled gradients by.
+// clip_factor: compute the factor that clips gradients. If a loss scale is given, the result is the scale
+// divided by the factor, because a fused optimizer divides scaled gradients by that number.
 //
-// One thread replaces about ten launches.
+// This one thread replaces about ten launches of torch's ops.
 #include "elements.cuh"
 
 using namespace amp_plugin::cuda;

@@ -1,8 +1,8 @@
 // The element types of gradients: how 16 bytes of memory are converted to numbers and back.
 //
 // No header of the CUDA toolkit is needed. float16 and bfloat16 are 16-bit patterns here. Arithmetic is in
-// float32, or in float64 for float64 elements. The functions between __CUDACC__ and its end consist of GPU
-// instructions. A host compiler that builds these sources must supply functions of the same names.
+// float32, or in float64 for float64 elements. The functions inside #ifdef __CUDACC__ consist of GPU
+// instructions. If a host compiler builds these sources, it must be given functions with the same names.
 #pragma once
 
 #include "../csrc/cuda_layout.h"
@@ -22,8 +22,8 @@ __device__ inline u16 float_to_half(float value) {  // rounds to nearest, ties t
   return bits;
 }
 
-// One instruction each. The logarithm of a number between 1 and 2 has an absolute error below 2^-22, the
-// power of two a relative error below 2^-22.
+// The next two functions are one instruction each. For numbers between 1 and 2, the logarithm has an absolute
+// error below 2^-22. The power of two has a relative error below 2^-22.
 __device__ inline float log2_approximate(float x) {
   float value;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
@@ -36,8 +36,9 @@ __device__ inline float exp2_approximate(float x) {
   return value;
 }
 
-// Counts one block, in one instruction instead of an atomic addition between two fences. It releases the
-// writes of this block and acquires those of the blocks that were counted before.
+// Adds 1 to the count of finished blocks, and returns the count before. This one instruction replaces an
+// atomic addition between two memory fences: it releases the writes of this block, and acquires the writes of
+// the blocks that were counted before.
 __device__ inline u32 count_block(u32* count) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
@@ -87,9 +88,9 @@ __device__ inline u32 warp_max(u32 number) {
 #endif
 }
 
-// Constants of each type, which find non-finite elements in a 32-bit word. kExponents masks the exponents. If
-// kCarry is added to the masked word, the exponent of a non-finite element carries into a bit of kSigns. For
-// float64, use the word that holds the exponent.
+// The element types. Each has three constants that find elements that are not finite. kExponents masks the
+// exponents in a 32-bit word. If kCarry is added to the masked word, the exponent of an infinity or a NaN
+// overflows into a bit of kSigns. For float64, use the upper word, which holds the exponent.
 struct Float16 {
   using Wide = float;
   static constexpr u32 kExponents = 0x7c007c00u, kCarry = 0x04000400u, kSigns = 0x80008000u;
@@ -117,7 +118,7 @@ struct BFloat16 {
     const u32 word = __float_as_uint(x);
     return {u16((word + 0x7fffu + ((word >> 16) & 1u)) >> 16)};
   }
-  // the same result as narrow(), but a NaN gets the GPU's bits
+  // Gives the same results as narrow(), except for the bits of a NaN.
   __device__ static u32 narrow_two(Wide low, Wide high) {
 #if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
     u32 word;
@@ -168,7 +169,8 @@ __device__ inline typename T::Wide widened(const Packet<T, kCount>& packet, int 
   }
 }
 
-// The type that moves a packet: one with as many bytes.
+// Returns a value of the built-in type that has as many bytes as the packet. One instruction loads or stores
+// such a value.
 template <typename P>
 __device__ inline auto word_of(const P&) {
   if constexpr (sizeof(P) == 2) {

@@ -1,4 +1,5 @@
-// judge_step: decide whether a step is a spike. One thread replaces about thirty launches.
+// judge_step: decide whether a step is a spike, which means that its value is far above those of earlier
+// steps. This one thread replaces about thirty launches of torch's ops.
 #include "elements.cuh"
 
 using namespace amp_plugin::cuda;

@@ -1,4 +1,4 @@
-// One pass over a chunk. It measures the chunk and, if asked to, multiplies it.
+// Measures tensors in one pass: their norm, and which are not finite. The same pass can also multiply them.
 #pragma once
 
 #include "norms.cuh"

@@ -62,10 +62,10 @@ __device__ __noinline__ double power(double base, double exponent) { return pow(
 
 // Any other p. p = 0 counts the nonzero elements, and p = -inf takes the smallest magnitude.
 //
-// In float32, a whole p multiplies an element by itself. Any other moderate p uses the GPU's approximations
-// of the logarithm and of the power of two. An element 2^e * m, with m between 1 and 2, becomes 2^(p * e) *
-// 2^(p * log2(m)). The first exponent is split exactly into a whole number and a rest. So the error of the
-// norm is below 8e-7, whatever the size of the elements. In float64, `pow` is used.
+// In float32, a whole p up to kMostFactors multiplies an element by itself. Any other p of moderate size uses
+// the GPU's approximations of the logarithm and of the power of two. An element 2^e * m, with m between 1 and
+// 2, becomes 2^(p * e) * 2^(p * log2(m)). The first exponent is split exactly into a whole number and a rest.
+// So the error of the norm is below 8e-7, whatever the size of the elements. In float64, `pow` is used.
 struct Power {
   static constexpr bool kOfComponents = false, kHidesNonFinite = true;
   enum Way { kAdds, kCounts, kTakesLeast, kMultiplies, kApproximates, kExactly };
@@ -75,7 +75,7 @@ struct Power {
   double p;
   Way way;
   float high, low;  // their sum is p
-  float least;  // a float32 sum below this may have lost elements
+  float least;  // in a float32 sum below this, small elements may be missing
 
   __device__ static Power of(double p) {
     Power norm{p, kExactly, float(p), float(p - float(p)), 0};

@@ -1,4 +1,5 @@
-// pack_measurements: write the measurements that ranks will add up. One thread replaces about four launches.
+// pack_measurements: write this rank's measurements in the form in which the ranks add them up. This one
+// thread replaces about four launches of torch's ops.
 #include "elements.cuh"
 
 using namespace amp_plugin::cuda;

@@ -2,8 +2,9 @@
 // -DRULE=adam; csrc/rules/all.h has the names.
 //
 // If found_inf is above 0, the kernel only divides the gradients by grad_scale. The last block increases the
-// step counters, after all blocks have read them. Bytes, if float32 gradients have B bytes: B read for the
-// gradient, the parameter and each state, and the same written (B less if grad_scale is 1).
+// step counters, after all blocks have read them. Memory traffic, if everything is float32 and the gradients
+// have B bytes: B bytes are read for the gradients, the parameters and each state, and as many are written.
+// If grad_scale is 1, the gradients are not written.
 #include "step_rows.cuh"
 // In a block of its own, so that it comes last: the rules need the arithmetic above.
 #include "../csrc/rules/all.h"
@@ -43,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     const Counters counters = parameter.counters<Rule::kCounters>();
     if (!is_known || !(counters == known)) {  // usually all parameters have taken the same number of steps
       __syncthreads();  // wait until no thread uses the previous rule
-      // one thread is enough: this needs float64 powers, for which a GPU has few units
+      // One thread constructs the rule. This takes powers in float64, and a GPU has few units for float64.
       if (threadIdx.x == 0) {
         const GivenNumbers given(numbers, lr);
         Counters counted = counters;

@@ -89,8 +89,8 @@ __device__ inline void store_lanes(u64 address, u64 at, const Lanes<kCount>& lan
       reinterpret_cast<Packet<T, kCount>*>(address + at * sizeof(T)), narrowed<T, kCount>(lanes.lane));
 }
 
-// Neighboring elements of 16 or 32 bits, as they are in memory. A step first loads everything it needs in
-// this form and then converts it. A conversion between two loads would delay the second load until the first
+// Neighboring elements of 16 or 32 bits, as they are in memory. A step first loads everything in this form,
+// and only then converts it. A conversion between two loads would delay the second load until the first one
 // has arrived.
 template <int kCount>
 struct Raw {
@@ -165,7 +165,7 @@ __device__ inline Lanes<kCount> join_pair(const Raw<kCount>& high, const Raw<kCo
 
 template <int kCount>
 __device__ inline void store_pair(u64 high, u64 low, u64 at, const Lanes<kCount>& lanes) {
-  Packet<BFloat16, kCount> highs, lows;  // the low halves are moved as bits too
+  Packet<BFloat16, kCount> highs, lows;  // the low halves are integers, moved as bits
   if (any_nan(lanes)) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

@@ -1,8 +1,8 @@
 // The table of tensors of one launch, and the parts of tensors that each block works on.
 //
 // Each tensor is cut into granules of equal size. The start of a tensor costs several trips to memory. If
-// tensors are measured or multiplied, kGranulesOfTensor extra granules per tensor stand for that cost, so a
-// block with many small tensors gets fewer bytes.
+// tensors are measured or multiplied, each tensor therefore counts as kGranulesOfTensor more granules than it
+// has. So a block with many small tensors gets fewer bytes.
 //
 // The launch has as many blocks as the device runs at once, and they share all granules evenly. A block takes
 // one run of granules, which may begin in one tensor and end in another. Granules begin at multiples of 16
@@ -13,7 +13,7 @@
 
 namespace amp_plugin::cuda {
 
-// Tuning parameters of a device. __init__.py sets them.
+// Tuning parameters. __init__.py defines them as macros.
 constexpr u32 kBlocksPerMultiprocessor = BLOCKS_PER_MULTIPROCESSOR;
 constexpr u32 kInFlight = IN_FLIGHT;  // 16-byte loads a thread issues before it uses the first
 constexpr u32 kFullWarp = 0xffffffffu;
@@ -28,7 +28,7 @@ __device__ inline u32 row_of_granule(const Row* rows, u32 count, u32 granule) {
     const u32 step = (size + kThreads - 1) / kThreads;
     const u32 offset = threadIdx.x * step;
     const bool at_or_before = offset < size && rows[low + offset].first_granule <= granule;
-    const u32 last = u32(__syncthreads_count(at_or_before)) - 1;  // thread 0 always votes
+    const u32 last = u32(__syncthreads_count(at_or_before)) - 1;  // thread 0 always votes true
     low += last * step;
     size = size - last * step < step ? size - last * step : step;
   }

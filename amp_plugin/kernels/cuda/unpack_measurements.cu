@@ -1,5 +1,5 @@
-// unpack_measurements: compute norm and found_inf from the sums over all ranks. One thread replaces four
-// launches.
+// unpack_measurements: compute norm and found_inf from the sums over all ranks. This one thread replaces four
+// launches of torch's ops.
 #include "elements.cuh"
 
 using namespace amp_plugin::cuda;

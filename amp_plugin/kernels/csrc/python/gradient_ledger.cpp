@@ -1,5 +1,5 @@
-// The ledger of an optimizer's gradients: which loss scale each gradient carries. It also collects gradients
-// in the form that kernels take. Neither runs Python code.
+// The ledger of an optimizer's gradients: which loss scale each gradient carries. This file also collects
+// gradients in the form that kernels take. None of this runs Python code.
 //
 // amp_plugin/scaling/ledger.py is the same class in Python, and explains it. Between calls a ledger holds no
 // reference to a gradient, and refers to parameters only through the Python list. A second reference to a
@@ -86,9 +86,9 @@ Change change_since(const Mark& mark, const at::Tensor& grad) {
 struct Record {
   py::object carries;  // the loss scale that the gradient carries, or None
   Mark mark;
-  int64_t used_at = -1;  // the number of requested updates when an optimizer last used the gradient
-  // The optimizers that have used the gradient since the last scaled backward pass began, and whether each
-  // has stepped with it since it was last divided.
+  int64_t used_at = -1;  // how many updates had been requested when an optimizer last used the gradient
+  // The optimizers that have used the gradient since the last scaled backward pass began. The bool says
+  // whether the optimizer has stepped since the gradient was last divided.
   std::vector<std::pair<int64_t, bool>> used_by;
   bool has_grown = false;  // a scaled backward pass has added to the gradient since it was last used
 
@@ -148,7 +148,7 @@ class BorrowedGradients {
 };
 
 // Calls `launch` with the table of GPU gradients that have not moved. This bypasses the dispatcher, which
-// would read each gradient once more. Returns nothing if the op must be called instead.
+// would have to read every gradient. Returns nothing if the caller must call the op instead.
 template <typename Launch>
 auto launched(List params, const at::Tensor& scale, bool writes, const Launch& launch)
     -> std::optional<decltype(launch(std::declval<const GradientTable&>()))> {

@@ -25,7 +25,7 @@ namespace {
 using Column = std::vector<at::Tensor>;
 using Number = std::optional<at::Tensor>;
 
-// Why our ops cannot step the tensors of a group. Users see it after "parameter N: ".
+// Why our op cannot step a parameter. Users see this text after "parameter N ".
 struct Obstacle {
   std::string text;
 };
@@ -44,10 +44,10 @@ PyObject* entry_of(const py::dict& state, PyObject* param) {
 
 const at::Tensor& tensor_in(PyObject* entry, py::handle name) {
   if (entry == nullptr || !PyDict_Check(entry))
-    throw Obstacle{"has no state yet, which torch's own step makes"};
+    throw Obstacle{"has no state yet; torch's own step creates it"};
   PyObject* value = py::detail::dict_getitem(entry, name.ptr());
   if (value == nullptr || value == Py_None)
-    throw Obstacle{"has no " + name.cast<std::string>() + " yet, which torch's own step makes"};
+    throw Obstacle{"has no " + name.cast<std::string>() + " yet; torch's own step creates it"};
   if (!python::is_tensor(value))
     throw Obstacle{"has a state " + name.cast<std::string>() + " that is not a tensor"};
   return THPVariable_Unpack(value);
@@ -69,19 +69,19 @@ const at::Tensor& gradient_of(const at::Tensor& param, const at::Tensor& grad) {
   const bool same = other &&
       (own->spec.is(other->spec) ||
        (own->mesh.equal(other->mesh) && own->placements.equal(other->placements)));
-  if (!same) throw Obstacle{"has a gradient that is not sharded as it is"};
+  if (!same) throw Obstacle{"has a gradient that is not sharded in the same way"};
   return local_part(grad);
 }
 
-// The tensor that a CompressedState stores; for any other state its local tensor. The state keeps the tensor
-// alive.
+// Returns the tensor that a CompressedState stores. For any other state, returns its local tensor. The state
+// keeps the returned tensor alive.
 const at::Tensor& kept_by(const at::Tensor& whole, const at::Tensor& param) {
   const at::Tensor& state = sharding_of(whole) ? local_part(whole) : whole;
   if (!state.key_set().has(c10::DispatchKey::Python)) return state;
   const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(state));
   const bool ordered = param.is_non_overlapping_and_dense() && same_memory_order(param, state);
   if (!ordered || state.sizes() != param.sizes() || !py::hasattr(object, "kept"))
-    throw Obstacle{"has a compressed state of another layout"};
+    throw Obstacle{"has a compressed state whose shape or strides differ from its own"};
   return THPVariable_Unpack(object.attr("kept").ptr());
 }
 
@@ -95,8 +95,8 @@ class StepTensors {
       : rule_(step_rule(rule, numbers)) {
     python::Tensors params(all), rests(all_rests);
     TORCH_CHECK_VALUE(
-        rests.size() == 0 || rests.size() == params.size(),
-        "expected as many rests as parameters or none, got ", rests.size(), " for ", params.size());
+        rests.size() == 0 || rests.size() == params.size(), "got ", rests.size(),
+        " remainders or masters for ", params.size(), " parameters; give one for each parameter, or none");
     TORCH_CHECK_VALUE(
         states.size() == rule_.states.size() && counters.size() == rule_.counters, rule, ": ", states.size(),
         " states and ", counters.size(), " counters; give ", rule_.states.size(), " and ", rule_.counters);
@@ -145,8 +145,8 @@ class StepTensors {
     round_masters();
   }
 
-  // If the op steps masters, the model computes with their rounded values. This rounds the masters again. (A
-  // skipped step has changed neither.)
+  // If the op steps float32 masters, the model computes with rounded copies of them. This function updates
+  // the copies. (If the step was skipped, the copies do not change.)
   void round_masters() const {
     if (!rounded_.empty()) at::_foreach_copy_(rounded_, params_);
   }
@@ -165,14 +165,14 @@ class StepTensors {
     const auto same = [](const auto& one, const auto& other) { return one.first == other.first; };
     const auto twice = std::ranges::adjacent_find(places, same);
     if (twice != places.end())
-      throw py::value_error("parameter " + std::to_string(std::next(twice)->second) + " is there twice");
+      throw py::value_error("parameter " + std::to_string(std::next(twice)->second) + " is listed twice");
   }
 
   // Adds a parameter, or a float32 master and the weights `rounded` that the model computes with.
   void add(const ParameterTensors& given, const at::Tensor* rounded) {
     const at::Tensor& param = *given.param;
     if (!param.device().is_cpu() && !param.device().is_cuda())
-      throw Obstacle{"is on " + param.device().str() + ", for which there is no op"};
+      throw Obstacle{"is on " + param.device().str() + ", not on the CPU or CUDA"};
     if (rounded != nullptr && (rounded->sizes() != param.sizes() || rounded->device() != param.device()))
       throw Obstacle{"has a float32 master of another shape or on another device"};
     std::string text = obstacle_of(given, rule_, params_.empty() ? param.device() : params_[0].device());
@@ -185,7 +185,7 @@ class StepTensors {
     for (size_t k = 0; k < rule_.counters; ++k) counters_[k].push_back(*given.counters[k]);
   }
 
-  // Moves all columns behind the first one. That is the order in which the op takes them.
+  // Appends all columns to the first one, because the op takes them as one list.
   template <size_t count>
   static void join(std::array<Column, count>& columns) {
     for (size_t k = 1; k < count; ++k) std::ranges::move(columns[k], std::back_inserter(columns[0]));

@@ -37,7 +37,7 @@ class Tensors {
   // Not inlined, to keep loops over tensors short.
   [[gnu::noinline]] static PyTypeObject* tensor_type_of(PyObject* object) {
     if (is_tensor(object)) return Py_TYPE(object);
-    throw py::type_error(std::string("expected a list of tensors, got one with ") + Py_TYPE(object)->tp_name);
+    throw py::type_error(std::string("expected a list of tensors, found a ") + Py_TYPE(object)->tp_name);
   }
 
   PyObject* list_;
