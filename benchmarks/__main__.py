@@ -125,7 +125,7 @@ def show_promises(report: Report) -> int:
 
 
 def missed(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return a line of text for each result that misses its promised limit by more than the tolerance."""
+    """Return a line of text for each result that exceeds its promised limit by more than the tolerance."""
     return [
         f"{outcome.table}: {outcome.name}: {verdict.text}"
         for outcome in outcomes

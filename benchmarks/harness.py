@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.clocks import Sample, waited
 
 OURS = "amp_plugin"
-TOLERANCE = 1.1  # a comparison fails if it misses its limit by more than 10 %
+TOLERANCE = 1.1  # a comparison fails if it exceeds its limit by more than 10 %
 CALM = 0.02  # a round is undisturbed if the process waits at most 2 % of its time
 
 

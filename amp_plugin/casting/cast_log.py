@@ -291,7 +291,7 @@ def log_casts(model: nn.Module | None = None) -> CastLog:
     rules from ``set_default_rules`` are in force, because these blocks otherwise run on torch's kernels.
 
     The log does not include casts in compiled code, which are part of the compiled graph, or conversions
-    inside a kernel, such as ``softmax`` with ``dtype=``. An open log wraps the calls of modules. If no log is
+    inside a kernel, such as ``softmax`` with ``dtype=``. An open log wraps the calls to modules. If no log is
     open, there is no cost.
 
     Args:

@@ -1,4 +1,4 @@
-"""Lists the calls of each function that concern losses, gradients and scalers, in source order.
+"""Lists the calls to each function that concern losses, gradients and scalers, in source order.
 
 A call such as ``scaler.step(optimizer)`` is an event of the function that contains it. Each event also holds
 the conditions, loops and autocast regions around the call. Two calls in a loop can run in the same iteration

@@ -80,7 +80,7 @@ class Module:
     def steps(self, flow: Flow, depth: int = 3) -> list[Event]:
         """Return the steps of scalers and schedulers in a function and in the functions that it calls.
 
-        Calls of functions in the module are followed up to ``depth`` levels. The conditions and loops around
+        Calls to functions in the module are followed up to ``depth`` levels. The conditions and loops around
         a call also apply to the steps inside the called function.
         """
         steps = flow.of("scaler step", "scheduler step")
@@ -112,7 +112,7 @@ class Module:
         return {flow.scope.node: flow for flow in self.flows}
 
     def region_around(self, context: Context, scope: Scope) -> Region | None:
-        """Return the autocast region around a statement or, if none, around a call of its function."""
+        """Return the autocast region around a statement or, if none, around a call to its function."""
         node = scope.node
         if context.regions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return context.region

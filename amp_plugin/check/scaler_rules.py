@@ -28,7 +28,7 @@ _RARELY = re.compile(r"%|\blen\(|last|final|num_batch|n_batch|steps_per_epoch", 
 
 
 def clip_before_unscale(module: Module) -> Iterator[Hit]:
-    """AMP001: Find calls of torch's clipping functions that clip gradients before they are unscaled."""
+    """AMP001: Find calls to torch's clipping functions that clip gradients before they are unscaled."""
     for flow in module.flows:
         for clip in filter(_bounds, flow.of("clip")):
             if any(_clips_scaled(flow, clip, step) for step in flow.of("scaler step")):
@@ -316,7 +316,7 @@ def _is_rarer(event: Event, other: Event) -> bool:
 
 
 def unscale_twice(module: Module) -> Iterator[Hit]:
-    """AMP007: Find calls of ``unscale_`` that run twice before an update, or after each micro-batch."""
+    """AMP007: Find calls to ``unscale_`` that run twice before an update, or after each micro-batch."""
     for flow in module.flows:
         unscales = flow.of("unscale")
         for event in unscales:

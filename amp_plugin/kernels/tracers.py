@@ -28,7 +28,7 @@ def untraced(function: Function) -> Function:
 
 
 def outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
-    """Break the graph at calls of a method whose control flow depends on the values of tensors."""
+    """Break the graph at calls to a method whose control flow depends on the values of tensors."""
     outside = torch._disable_dynamo(untraced(method))  # type: ignore[attr-defined]
 
     @wraps(method)

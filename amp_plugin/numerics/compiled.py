@@ -2,7 +2,7 @@
 
 ::
 
-    at each call of a compiled graph, also run the graph eagerly
+    at each call to a compiled graph, also run the graph eagerly
 
     compare the results, and the inputs that the graph modifies in place
 
@@ -201,7 +201,7 @@ def _cuda_devices() -> range:
 
 
 class _EagerRuns:
-    """Runs one call of a graph in eager mode, on copies of its inputs."""
+    """Runs one call to a graph in eager mode, on copies of its inputs."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.inputs = list(map(_copied, inputs))

@@ -10,7 +10,7 @@
 
     if a step with hooks is skipped, copy the magnitudes to the CPU, in the order of computation
 
-    at the first call of a module after an optimizer step, discard the magnitudes recorded before the step
+    at the first call to a module after an optimizer step, discard the magnitudes recorded before the step
 
 The largest magnitude of a tensor is nan or inf if and only if an element is not finite. Nothing is copied
 from the device to the CPU until a step is skipped.
@@ -42,7 +42,7 @@ from amp_plugin.scaling.step_log import StepLog, StepResult
 STEPS_AFTER_SKIP: Final = 8  # the module hooks stay active for this many steps after a skipped step
 STEPS_IN_ALL: Final = 64  # in one run, the module hooks are active for at most this many steps
 _MOST_NUMBERS: Final = 50_000  # at most this many magnitudes are stored per step
-_MOST_TENSORS: Final = 8  # at most this many tensors are measured per call of a module
+_MOST_TENSORS: Final = 8  # at most this many tensors are measured per call to a module
 _DTYPES: Final = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _PLAIN: Final = {Tensor, nn.Parameter}
 

@@ -70,7 +70,7 @@ class Learning:
         self._has_optimizer: bool | None = None  # whether an optimizer has a parameter that got a gradient
         self._dtype = torch.bfloat16
         self._stepped_at: tuple[Place | None, Place | None] = (None, None)
-        self._new: Storages[Site] = Storages()  # the call of torch.tensor() that made the storage
+        self._new: Storages[Site] = Storages()  # the call to torch.tensor() that made the storage
         self._new_leaf: Site | None = None  # the torch.tensor() call whose result first received a gradient
 
     def step_begins(self, optimizer: Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""Hooks that observe each call of a model's modules without affecting the program.
+"""Hooks that observe each call to a model's modules without affecting the program.
 
 The hooks are removed while torch.compile traces, so compiled code contains neither the hooks nor guards on
 them. Copies and pickles of the model do not contain the hooks.
@@ -41,7 +41,7 @@ def _nothing(*_: object) -> None:
 
 
 class ModuleHooks:
-    """Calls a function after each call of a module, between ``open()`` and ``close()``.
+    """Calls a function after each call to a module, between ``open()`` and ``close()``.
 
     Each module's hook is this object, bound to the name of the module. A copy of the object does nothing.
 

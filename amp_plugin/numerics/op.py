@@ -1,4 +1,4 @@
-"""Watch the ops of a program with a dispatch mode, which passes each call of an op to observers."""
+"""Watch the ops of a program with a dispatch mode, which passes each call to an op to observers."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def _tensors(name: str, value: Any) -> list[Argument]:
 
 
 class Call:
-    """One call of an op, which is passed to every observer.
+    """One call to an op, which is passed to every observer.
 
     Attributes:
         rank: The rank that makes this call, if torch simulates several ranks in this process. Otherwise None.
@@ -478,7 +478,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             ask = getattr(eval_frame, _ASKED, None)
-            if ask is None:  # if torch lacks this function, calls of compiled functions cannot be noticed
+            if ask is None:  # if torch lacks this function, calls to compiled functions cannot be noticed
                 self.has_compiled = True
             else:
                 stack.enter_context(patch.object(eval_frame, _ASKED, self._notes_compiled(ask)))
@@ -499,7 +499,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ended(error)
 
     def _notes_compiled(self, choose: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap the torch function that runs at each call of a compiled function, to notice these calls."""
+        """Wrap the torch function that runs at each call to a compiled function, to notice these calls."""
 
         def choose_and_note(callback: Any) -> Any:
             self.has_compiled |= callback not in {None, False}
@@ -572,7 +572,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return bool(self._simulated) and is_local_tensor(kind)
 
     def _calls(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> list[Call]:
-        """Return the call of an op, or one call for each rank if torch simulates several ranks."""
+        """Return the call to an op, or one call for each rank if torch simulates several ranks."""
         if not self._simulated:
             return [Call(func, args, kwargs, self)]
         given, ranks = (args, kwargs), [*self._simulated]

@@ -159,7 +159,7 @@ class RankRecorder:
         """Record a result.
 
         Args:
-            call: The call of the op.
+            call: The call to the op.
             result: The result of the program.
             exact: The result in fp64 on the same inputs. None if the op cannot run in fp64.
         """

@@ -1,4 +1,4 @@
-"""Find calls of torch's gradient clipping functions that happen before the gradients are unscaled."""
+"""Find calls to torch's gradient clipping functions that happen before the gradients are unscaled."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def carries_scale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Clip:
-    """A call of a function that clips gradients.
+    """A call to a function that clips gradients.
 
     Attributes:
         name: The name of the function.
@@ -76,7 +76,7 @@ class ScaledClips:
     """A region that reports each line that clips gradients before they are unscaled.
 
     The first ``scaler.step(optimizer)`` or ``scaler.unscale_(optimizer)`` shows that the scaler belongs to
-    the optimizer. Clips that happen before the first call of the scaler are checked at that call. Later clips
+    the optimizer. Clips that happen before the first call to the scaler are checked at that call. Later clips
     are checked at once.
     """
 

@@ -29,7 +29,7 @@ _JUMP_TO, _JUMP_BY = 0.05, 10.0
 
 @dataclass(kw_only=True, slots=True)
 class Errors:
-    """The errors of one op in one module. Each error is the maximum over all calls of the op.
+    """The errors of one op in one module. Each error is the maximum over all calls to the op.
 
     Attributes:
         calls: The number of calls that were compared.
@@ -185,7 +185,7 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
         """Handle one result that has a shadow.
 
         Args:
-            call: The call of the op.
+            call: The call to the op.
             result: The result of the program.
             exact: The result in the wide dtype on the same inputs. None if the op cannot run in the wide
                 dtype.

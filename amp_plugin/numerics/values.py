@@ -290,14 +290,14 @@ class Storages(Generic[Value]):
                 self.alive()
 
     def forget(self, tensor: Tensor) -> None:
-        """Remove the entry of a tensor's storage, but only if the tensor covers the whole storage."""
+        """Remove the entry for a tensor's storage, but only if the tensor covers the whole storage."""
         if self._entries and (address := storage_address(tensor)) in self._entries:
             stored = _stored(tensor)
             if stored.numel() * stored.element_size() >= stored.untyped_storage().nbytes():
                 del self._entries[address]
 
     def discard(self, tensor: Tensor) -> None:
-        """Remove the entry of a tensor's storage, even if the tensor covers only a part of it."""
+        """Remove the entry for a tensor's storage, even if the tensor covers only a part of it."""
         self._entries.pop(storage_address(tensor), None)
 
     def alive(self) -> list[Value]:

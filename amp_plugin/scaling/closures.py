@@ -69,7 +69,7 @@ def step(
     ::
 
         If the optimizer may use gradients before it calls the closure, and one is inf or nan, skip the step.
-        In each call of the closure:
+        In each call to the closure:
             Run the closure, and unscale and measure the gradients.
             If a gradient is inf or nan, abort the step and undo its changes.
             Otherwise clip the gradients, and let the optimizer continue.
@@ -80,7 +80,7 @@ def step(
         closure: The user's closure.
         call: A function that takes a closure and calls the optimizer's step with it.
         how: The string for ``StepResult.how``.
-        clip: How to clip the gradients after each call of the closure, or None.
+        clip: How to clip the gradients after each call to the closure, or None.
 
     Returns:
         The return value of the optimizer's step, and the StepResult.
@@ -122,7 +122,7 @@ def step(
 
 
 def _may_change_early(optimizer: Optimizer) -> bool:
-    """Return whether a step may change weights before its last call of the closure, as LBFGS does."""
+    """Return whether a step may change weights before its last call to the closure, as LBFGS does."""
     return isinstance(optimizer, LBFGS) or uses_gradients_before_closure(optimizer)
 
 

@@ -282,7 +282,7 @@ class ScalerCore:
     ) -> StepResult:
         """Record a step that was taken without this scaler, and return its result.
 
-        A call of ``update()`` may follow, but is not required.
+        A call to ``update()`` may follow, but is not required.
 
         Args:
             optimizer: The optimizer that stepped.

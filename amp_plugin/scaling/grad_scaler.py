@@ -337,7 +337,7 @@ class GradScaler(TorchNames):
             norm_type: The p of the p-norm. ``inf``, ``-inf`` and 0 are allowed.
             error_if_nonfinite: True to raise if the norm is not finite. This is a host sync. The error is
                 raised before weights or gradients are changed. With a closure, the gradients are those of the
-                last call of the closure.
+                last call to the closure.
             closure: As for the optimizer's ``step``. The gradients of each call are clipped.
 
         Returns:

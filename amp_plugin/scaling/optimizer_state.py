@@ -480,8 +480,8 @@ class OptimizerState:
             in_place: True to clip the gradients in this method if the step is a spike.
 
         Returns:
-            Four values. The first value is the norm of the gradients that the step uses. The second value is
-            1.0 if the step must be skipped (float32, 0-dim). The third value is the factor by which the
+            Four values. The first value is the norm of the gradients that the step uses. The second value
+            (float32, 0-dim) is 1.0 if the step must be skipped. The third value is the factor by which the
             caller must multiply the gradients; None means 1. The fourth value is the result of
             ``judge_step_``; None if the step was not judged.
         """

@@ -142,6 +142,6 @@ _surroundings: list[Callable[[], AbstractContextManager[Any]]] = []
 
 
 def surround_backward(context: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Run later ``torch.autograd.grad`` calls of this module inside ``context()``, as Fabric requires."""
+    """Run this module's later calls to ``torch.autograd.grad`` inside ``context()``, as Fabric requires."""
     if context not in _surroundings:
         _surroundings.append(context)

@@ -175,7 +175,7 @@ def _unit(
 
 @dataclass(kw_only=True, slots=True)
 class ModuleDtypes:
-    """The dtypes of the inputs, outputs and weights in one call of a module.
+    """The dtypes of the inputs, outputs and weights in one call to a module.
 
     Attributes:
         module: The path of the module, or "" for the model itself.
@@ -203,7 +203,7 @@ class ModelDtypes:
         self.units, self._calls = units, calls
 
     def rows(self) -> list[ModuleDtypes]:
-        """Return an entry for each call of a module, in the order of the calls."""
+        """Return an entry for each call to a module, in the order of the calls."""
         return list(self._calls)
 
     def table(self) -> Table:
@@ -387,7 +387,7 @@ _NAMESPACES: Final = ("c10d", "_c10d_functional")
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Collective:
-    """One call of a collective by this rank.
+    """One call to a collective by this rank.
 
     Attributes:
         op: The collective, such as ``"all_gather"`` or ``"reduce_scatter"``.

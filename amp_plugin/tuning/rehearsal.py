@@ -70,7 +70,7 @@ class Layer:
     Attributes:
         name: The name of the layer in ``model.named_modules()``.
         sides: ``out_features`` and ``in_features``.
-        rows: The number of rows of the layer's inputs, added up over all calls of the layer in a batch.
+        rows: The number of rows of the layer's inputs, added up over all calls to the layer in a batch.
         largest: The largest magnitude in the inputs of the layer.
         losses: Maps each format to the layer's errors in this format. A format is missing if its kernels
             cannot handle the layer's sizes.
@@ -322,7 +322,7 @@ def _measuring(formats: Sequence[str], found: dict[str, Layer]) -> Callable[[str
 
 @torch.no_grad()
 def _measure(layer: Layer, formats: Sequence[str], x: Tensor, weight: Tensor, grad: Tensor) -> None:
-    """Measure the errors of one call of a layer in each format."""
+    """Measure the errors of one call to a layer in each format."""
     x, weight = x.reshape(-1, x.shape[-1]).float(), weight.float()
     grad = grad.reshape(-1, grad.shape[-1]).float()
     layer.rows += x.shape[0]

@@ -158,7 +158,7 @@ class Script:
     def first_call(self) -> ModelCall:
         """Run the program until a model, with gradients enabled, has computed logits from token ids.
 
-        Return the call of this model.
+        Return the call to this model.
         """
         calls: list[ModelCall] = []
         ended = self._run_quietly(model_calls(calls.append))

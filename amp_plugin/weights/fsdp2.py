@@ -63,7 +63,7 @@ def notice_new_shards(model: nn.Module) -> None:
 def carry_into_shards() -> None:
     """Make ``fully_shard`` keep the remainders (low-order bits) of stored weights.
 
-    Further calls of ``carry_into_shards`` have no effect.
+    Further calls to ``carry_into_shards`` have no effect.
 
     ``fully_shard`` makes a new parameter from each weight. Without ``carry_into_shards``, ``fully_shard``
     would use only the 16-bit weight and lose the remainder.

@@ -38,7 +38,7 @@ from amp_plugin.weights.weight import (
 )
 
 _Group = dict[str, Any]
-# A function that makes one op call of a step, the hyperparameters of the call, and the learning rate.
+# A function that makes one op call for a step, the hyperparameters of the call, and the learning rate.
 # The learning rate is None unless it is a tensor on a GPU.
 _Part = tuple[Callable[..., None], list[float], Tensor | None]
 
@@ -184,7 +184,7 @@ take_steps_by(take_bare_step)
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """Describes how the parameter groups of an optimizer class are turned into calls of the op ``step_``.
+    """Describes how the parameter groups of an optimizer class are turned into calls to the op ``step_``.
 
     Attributes:
         rule: A function that takes a parameter group and returns the name of its rule, which is a key of

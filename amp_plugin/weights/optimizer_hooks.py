@@ -89,7 +89,7 @@ def _hooks_of(optimizer: Optimizer) -> OptimizerHooks:
 def add_late_optimizers() -> None:
     """Register a hook that calls ``add_optimizer`` when an optimizer first steps a stored parameter.
 
-    The hook also covers optimizers that are created later. A second call of this function has no effect.
+    The hook also covers optimizers that are created later. A second call to this function has no effect.
     """
     hook: Any = torch.compiler.disable(lambda optimizer, *_: add_if_late(optimizer))  # type: ignore[no-untyped-call]
     register_quiet_hook(None, hook)
@@ -262,7 +262,7 @@ class OptimizerHooks:
     def _run_as_kept(self, optimizer: Optimizer, params: list[Tensor], closure: Callable[[], Any]) -> Any:
         """Run a closure on the 16-bit parameters.
 
-        At the first call of the closure, the optimizer's states are in compressed form. At later calls of the
+        At the first call to the closure, the optimizer's states are in compressed form. At later calls to the
         closure, they are in float32.
         """
         self._hide()

@@ -220,7 +220,7 @@ def _cast_names(module: nn.Module) -> Iterable[str]:
     """Return the names of a module's direct parameters that autocast always casts."""
     kind = type(module)
     names: Iterable[str] = next((names for known, names in _CAST.items() if isinstance(module, known)), ())
-    # cuDNN's RNNs accept only float16, so RNN weights are stored in 16 bits only on machines without a GPU.
+    # Under autocast, cuDNN always computes RNNs in float16. So RNN weights stay in float32 if there is a GPU.
     if isinstance(module, nn.RNNBase) and not torch.accelerator.is_available():
         names = module._flat_weights_names
     torchs: Any = next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn."))

@@ -7,7 +7,7 @@ A parameter can be in these states:
 - *Shown*. The parameter is a float32 tensor. The Python object stays the same, and only its data is
   exchanged.
 - *Nested*. :func:`show_fp32` was called several times. The parameter is stored in 16 bits again after the
-  last matching call of :func:`hide_fp32`.
+  last matching call to :func:`hide_fp32`.
 - *Sharded*. The parameter is a float32 DTensor. The local shard of the DTensor is a StoredShard, or an
   ordinary float32 tensor while an optimizer uses the parameter.
 
@@ -374,7 +374,7 @@ def _settled_shard(param: Tensor, weight: StoredWeight) -> StoredWeight:
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
-    """Make stored parameters float32 until a matching call of :func:`hide_fp32`, and return them."""
+    """Make stored parameters float32 until a matching call to :func:`hide_fp32`, and return them."""
     stored = {param: _settled(param) for param in stored_params(params)}
     for alike, weights in _alike({p: weight for p, weight in stored.items() if not weight.shows}):
         halves = [half_of(param) for param in alike]
@@ -391,7 +391,7 @@ def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
 def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
     """Store parameters in 16 bits again, after :func:`show_fp32` has made them float32.
 
-    A parameter stays float32 until each call of :func:`show_fp32` has a matching call of :func:`hide_fp32`.
+    A parameter stays float32 until each call to :func:`show_fp32` has a matching call to :func:`hide_fp32`.
     ``steps`` is the number of optimizer steps that were taken since :func:`show_fp32`.
     """
     ended = {param: weight for param in stored_params(params) if (weight := _settled(param)).shows}

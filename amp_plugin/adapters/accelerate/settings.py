@@ -133,7 +133,8 @@ def resolve(
     """Take each option from the first source that sets it. The first of several AmpKwargs wins.
 
     Returns:
-        The options, a dict from option to source, and whether GradScalerKwargs leave loss scaling on.
+        Three values: the options; a dict that maps each option to its source; whether GradScalerKwargs leave
+        loss scaling on.
     """
     layers = [
         ("AmpKwargs", read_all(given.to_kwargs())) for given in handlers if isinstance(given, AmpKwargs)
