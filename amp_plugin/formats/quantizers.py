@@ -187,5 +187,5 @@ class EmulatedLinear(nn.Linear):
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))  # noqa: A001
         with torch.autocast(device, enabled=False):
-            output: Tensor = Rounded.apply(input, self.weight, self.format_name)  # type: ignore[no-untyped-call]
+            output: Tensor = Rounded.apply(input, self.weight, self.format_name)  # type: ignore[no-untyped-call, unused-ignore]
         return output if self.bias is None else output + self.bias.to(output.dtype)

@@ -298,7 +298,7 @@ def emulated(model: nn.Module | None, placement: Mapping[str, str]) -> Iterator[
         chosen = placement.get(name)
         if chosen is None:
             return functional.linear(x, layer.weight, layer.bias)
-        output: Tensor = Rounded.apply(x, layer.weight, chosen)  # type: ignore[no-untyped-call]
+        output: Tensor = Rounded.apply(x, layer.weight, chosen)  # type: ignore[no-untyped-call, unused-ignore]
         return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
     with _linears_followed(model, compute):
