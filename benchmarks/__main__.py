@@ -115,7 +115,10 @@ def figures(options: argparse.Namespace) -> Report:
 
 
 def show_promises(report: Report) -> int:
-    """Print whether each result meets its limit. Return 1 if one is worse by more than the tolerance."""
+    """Print whether each result meets its promised limit.
+
+    Return 1 if any result exceeds its limit by more than the tolerance, else 0.
+    """
     outcomes = [outcome for record in report.sections.values() for outcome in record.outcomes]
     for outcome in outcomes:
         for verdict in outcome.verdicts:

@@ -31,7 +31,7 @@ class Ops(Section):
     key = "ops"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Compare ops with casts, ops without casts, ops outside regions, and entering a region."""
+        """Time ops that cast, ops that do not cast, ops outside regions, and the entry into a region."""
         yield from nothing_to_cast(setting)
         yield from something_to_cast(setting)
         yield from regions(setting)
@@ -83,7 +83,7 @@ def nothing_to_cast(setting: Setting) -> Iterator[Comparison]:
 
 
 def something_to_cast(setting: Setting) -> Iterator[Comparison]:
-    """Compare ops with fp32 inputs, which are cast at each call. Autocast caches only casts of weights."""
+    """Time ops whose fp32 inputs are cast on every call. Autocast caches only the casts of weights."""
     calls = _calls(setting, torch.float32)
     for name in ("linear", "mm", "conv2d"):
         yield Comparison(
@@ -166,7 +166,7 @@ def core_loaded(setting: Setting) -> Iterator[Comparison]:
 
 
 def kept_casts(setting: Setting) -> Iterator[Comparison]:
-    """Compare regions that use one weight 200 times, where only the first use casts the weight."""
+    """Time regions that use one weight 200 times. Only the first use in a region casts the weight."""
     for name, calls in uses_of_one_weight(setting).items():
         yield Comparison(
             name=name,

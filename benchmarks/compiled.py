@@ -40,7 +40,10 @@ class Compiled(Section):
 
 
 def forward_backward(setting: Setting, name: str, ours: Region, *, inside: bool) -> Comparison:
-    """Compare a forward and backward pass, with the region inside or around the compiled function."""
+    """Time a forward and backward pass with an amp_plugin region and with a torch region.
+
+    The region is inside the compiled function if ``inside`` is True, else around it.
+    """
     calls = {
         OURS: _one_batch(setting, ours, inside=inside),
         "torch": _one_batch(setting, lambda: torch_region(setting.device), inside=inside),

@@ -69,7 +69,7 @@ def not_armed(setting: Setting) -> Comparison:
 
 
 def armed(setting: Setting, name: str, step: Call) -> Comparison:
-    """Compare forward and backward passes inside diagnose, inside shadow_run, and outside of both."""
+    """Compare the time of forward and backward inside diagnose, inside shadow_run, and outside of both."""
     regions: dict[str, type[AbstractContextManager[object]] | object] = {
         "diagnose": diagnose,
         "shadow_run": shadow_run,
@@ -87,7 +87,7 @@ def armed(setting: Setting, name: str, step: Call) -> Comparison:
 
 
 def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: str) -> Iterator[Comparison]:
-    """Compare the training steps of a run that writes an HTML report with those of a run that does not."""
+    """Compare the time of training steps with an HTML report and without one."""
 
     def step_of(model: GPT, scaler: GradScaler) -> Call:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)

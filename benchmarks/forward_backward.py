@@ -36,7 +36,7 @@ def window(model: Model, batches: Sequence[Tensor], region: Region) -> None:
 
 
 def variants(setting: Setting, model: Model) -> dict[str, Call]:
-    """Return functions that run a batch in amp_plugin.autocast, in torch.autocast, and in a bf16 model."""
+    """Return functions that run a batch under our autocast, under torch.autocast, and in a bf16 model."""
     batches = model.batches(1, setting.device)
     half = copy.deepcopy(model).bfloat16()
     half_batches = [batch.bfloat16() if batch.is_floating_point() else batch for batch in batches]
@@ -54,7 +54,7 @@ class Models(Section):
     key = "models"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield comparisons of each model under autocast, cast to bf16, and in fp32."""
+        """Time each model under autocast, with the model cast to bf16, and with the model in fp32."""
         for name, make in MODELS.items():
             model = make(setting)
             calls = variants(setting, model)

@@ -149,7 +149,10 @@ def per_tensor(setting: Setting) -> Iterator[Comparison]:
 
 
 def norm_error(setting: Setting) -> Comparison:
-    """Measure the error of our norm and torch's norm of many elements, relative to the norm in float64."""
+    """Measure the errors of amp_plugin's norm and of torch's norm, relative to the norm in float64.
+
+    The norm is taken over many elements, so that rounding errors add up.
+    """
     numel = setting.sized(100_000_000, 1000)
     grad = torch.rand(numel, device=setting.device).add_(0.5)
     right = math.sqrt(sum(part.double().square().sum().item() for part in grad.split(1_000_000)))

@@ -57,7 +57,7 @@ MEASURES = {
         of=lambda ours, theirs: ours - theirs, text="{:+.3f} µs", promise="at most {:.3f} µs more"
     ),
     "ours": Measure(of=lambda ours, _: ours, text="{:.3g}", promise="at most {:.3g}"),
-    # amp_plugin may be slower than the other variant by 5 % or 0.1 us, whichever is more
+    # amp_plugin is allowed to be slower than the other variant by up to 5 % or 0.1 us, whichever is more
     "share of max(5 %, 0.1 us)": Measure(
         of=lambda ours, theirs: (ours - theirs) / max(0.05 * theirs, 0.1),
         text="{:.2f}",
@@ -86,7 +86,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """A promised limit for the result of a comparison.
+    """A limit that the documentation promises for the result of a comparison.
 
     Attributes:
         limit: The limit of the measure.
@@ -177,9 +177,9 @@ class Outcome:
 
     Attributes:
         times: Maps the label of each variant to a summary of its samples, divided by ``Comparison.per``.
-        ratios: Maps the label of each variant except amp_plugin to a summary of ratios. A ratio is
-            amp_plugin's sample divided by the other variant's sample. A variant is left out if one of its
-            measured values is 0.
+        ratios: Maps the label of each variant except amp_plugin to a summary of the ratios between
+            amp_plugin's samples and the samples of that variant. Each ratio is amp_plugin's sample divided by
+            the other variant's sample. A variant is left out if one of its measured values is 0.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Measure the host's time to launch ops on CUDA tensors, on a machine without a GPU.
+"""Measure how long the host takes to launch ops on CUDA tensors, on a machine without a GPU.
 
 The CUDA tensors are emulated in host memory, and the emulated CUDA driver runs no kernels.
 """

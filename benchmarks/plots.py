@@ -39,7 +39,7 @@ STYLE = {
 
 
 def draw(report: Report, folder: Path) -> dict[str, list[str]]:
-    """Draw all figures of a report into a folder.
+    """Draw all figures of a report and save them in a folder.
 
     Returns:
         A dict that maps the key of each section (and ``"overview"``) to Markdown that shows its figures.

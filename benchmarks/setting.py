@@ -44,7 +44,7 @@ class Setting:
 
     @property
     def device_clock(self) -> Clock:
-        """The timer that measures how long the device computes, without the time to launch kernels."""
+        """The timer that measures how long the device computes, excluding the time to launch kernels."""
         return wall_time if self.device == "cpu" else device_time
 
     def sized(self, usual: T, tiny: T) -> T:

@@ -1,10 +1,10 @@
-"""Measure the effect of gradient spikes on the loss, and the size of spikes that are detected.
+"""Measure how gradient spikes affect the loss, and how large a spike must be to be detected.
 
 ``python -m benchmarks.spike_curves`` draws the plot, and prints the table of detection rates.
 ``python -m benchmarks.spike_curves --quick`` trains with one seed instead of five, as a quick test.
 
-A character model is trained on the source code of this package in bf16. In one of every fifty steps, all
-gradients are multiplied by a factor, as a corrupt training example would do.
+A character model is trained in bf16 on the source code of this package. In one of every fifty steps, all
+gradients are multiplied by a factor, which imitates the effect of a corrupt training example.
 
 The table shows which share of spikes would be detected if a spike made the gradient norm k times as large.
 This share is computed from runs without spikes. A step with gradient norm n counts as detected if k * n is

@@ -67,7 +67,7 @@ def residual_net(width: int) -> nn.Module:
 
 
 def gpt(**size: int) -> tuple[nn.Module, Batches]:
-    """Make a GPT, and training batches from random positions of a text."""
+    """Make a GPT and its training batches, which start at random positions in a text."""
     config = Config(**size)
     text = "".join(topics[key] for key in sorted(topics))
     characters = {character: code for code, character in enumerate(sorted(set(text)))}
@@ -87,8 +87,9 @@ def digits(model: nn.Module, seed: int) -> tuple[nn.Module, Batches]:
     return model, digits_batches(digits_loaders(batch_size=32, seed=seed), steps=10**6)
 
 
-# A case: a function from a seed to the model and its batches, a number of steps, and two learning rates.
-# The first learning rate is for AdamW and Adam, and the second is for SGD.
+# Each case starts with a function that takes a seed and returns a model and its training batches.
+# The second entry is the number of training steps.
+# The third entry is the learning rate for AdamW and Adam, and the fourth is the learning rate for SGD.
 Case = tuple[Callable[[int], tuple[nn.Module, Batches]], int, float, float]
 CASES: dict[str, Case] = {
     "GPT": (lambda _: gpt(batch_size=8), 300, 3e-3, 0.1),

@@ -1,4 +1,4 @@
-"""Compare the time of optimizer steps with amp_plugin's scaler, torch's GradScaler, and no scaler."""
+"""Time an optimizer step with amp_plugin's scaler, with torch's GradScaler, and without a scaler."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def gates_of(name: str, optimizer: str, setting: Setting) -> tuple[Gate, ...]:
 
 
 def in_16_bits(setting: Setting) -> Comparison:
-    """Compare a step with weights stored in bf16 and a step with float32 weights."""
+    """Compare the time of an optimizer step for weights stored in bf16 and for float32 weights."""
     stored, wide = (
         Trained(shapes_of("ResNet-50", setting), setting.device, "fused AdamW", weights=weights)
         for weights in ("bf16-true", None)
@@ -208,7 +208,7 @@ def in_16_bits(setting: Setting) -> Comparison:
 
 
 def in_8_bits(setting: Setting) -> Comparison:
-    """Compare a step on 8-bit state with our step and torch's step on float32 state, in one thread."""
+    """Time our step on 8-bit state, and our and torch's steps on float32 state, in one thread."""
     steps: dict[str, Sample] = {}
     for label, weights, state in (
         (OURS, "bf16-true", "8bit"),
@@ -283,7 +283,7 @@ def optimizer_of(description: str, params: list[Tensor]) -> Any:
 
 
 class Trained:
-    """Parameters, an optimizer that has stepped once, a GradScaler of amp_plugin, and one of torch."""
+    """Parameters, an optimizer that has stepped once, amp_plugin's GradScaler and torch's GradScaler."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Measure the time of training with 16-bit weights, and the memory that each weight format needs."""
+"""Measure how long training with 16-bit weights takes, and how much memory each weight format needs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ MODELS = {
 
 
 class StoredWeights(Section):
-    """Measure the time of training with stored weights, and the memory of all weight formats."""
+    """Time training with 16-bit stored weights, and measure the memory that each weight format needs."""
 
     key = "weights"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield the times of the models, then the memory of each weight format."""
+        """Yield each model's forward and backward time, then the memory that each weight format needs."""
         for name, (make, limit) in MODELS.items():
             model = make(setting)
             batches = model.batches(1, setting.device)
