@@ -145,7 +145,7 @@ class IgnitePrecision(EntryPoint):
         return trainer
 
     def attach(self, engine: Engine, model: nn.Module, optimizer: Optimizer) -> None:
-        """Attach mixed precision to an ignite engine, from the start to the end of each run.
+        """Make an ignite engine train in mixed precision during each of its runs.
 
         The engine's update function must call :meth:`backward` and :meth:`step`.
         """

@@ -75,7 +75,7 @@ class Session:
         options: the options of the entry point, checked.
         precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"auto"``, or a format below 16 bits. The value is
             ``"fp32"`` if another engine, such as DeepSpeed, does the casting.
-        words: how error messages spell the entry point's calls, such as ``optimizer.step()``.
+        words: how error messages write the user's calls, such as ``optimizer.step()``.
         sources: maps each option that was set to its source, such as an environment variable.
         enabled: False scales no loss, not even in fp16.
 
@@ -121,7 +121,7 @@ class Session:
         self._seen: list[weakref.ref[StepResult]] = []
         # The ids of the optimizers that have stepped in the current iteration.
         self._stepped: set[int] = set()
-        # Measures the growth of the weights, which the error about too many skipped steps mentions.
+        # Measures how much the weights have grown, for the error about too many skipped steps.
         self.growth = WeightGrowth()
         self._enabled = enabled
         self.formats = LayerFormats()
@@ -522,7 +522,7 @@ class Session:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Let optimizers step without the scaler inside the block.
+        """Let optimizers step without the scaler while the ``with`` block runs.
 
         When a framework saves or loads a checkpoint, it may step with zero gradients to create optimizer
         state.
@@ -583,7 +583,9 @@ class Session:
         return {**self.scaler.state_dict(), "optimizer_steps": taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
-        """Load a loss scale's state that amp_plugin, torch or a stock plugin has saved.
+        """Load the saved state of a loss scale.
+
+        The state may have been saved by amp_plugin, by torch or by a framework's own precision plugin.
 
         Returns:
             A warning if the state was saved in another precision and cannot be used, else "".
@@ -609,8 +611,8 @@ class Session:
         If ``path`` is given, write a run page.
 
         The run page is an HTML report. Watching ends when :meth:`end_watch` is called or the process ends. If
-        ``watch`` is called again, only the models of the new call are watched. If watching fails, it ends
-        with one warning.
+        ``watch`` is called again, only the models that are passed to the new call are watched. If watching
+        fails, it ends with one warning.
 
         Returns:
             The path of the run page, or None if no run page is written.
@@ -666,7 +668,7 @@ class EntryPoint:
     """The base class of all entry points, with the methods that they share.
 
     Attributes:
-        words: how error messages spell the entry point's calls, such as ``optimizer.step()``.
+        words: how error messages write the user's calls, such as ``optimizer.step()``.
         session: the Session that holds the options, the scaler and the models.
     """
 
@@ -776,8 +778,8 @@ def _refuse_stranger(given: Any, name: str) -> None:
 def _has_fp32_buffers(module: nn.Module) -> bool:
     """Return True if a module has float32 buffers that may promote 16-bit activations to float32.
 
-    A product of a 16-bit activation and a float32 buffer is float32. Running statistics of normalization
-    layers do not count, because these layers accept 16-bit activations.
+    A product of a 16-bit activation and a float32 buffer is float32. The running statistics of normalization
+    layers are ignored, because these layers accept 16-bit activations without promoting them to float32.
     """
     dtypes = {buffer.dtype for buffer in module.buffers(recurse=False)}
     return torch.float32 in dtypes and not isinstance(module, _NormBase)

@@ -6,9 +6,9 @@ the program derive from amp_plugin's scaler. If the program assigns a method to 
 replacement scalers use this method. If the program subclassed torch's own class before the run began,
 instances of the subclass are replaced when they are created.
 
-A scaler that replaces torch's is pickled as an instance of torch's class with torch's state. Therefore a file
-written under ``amp-plugin run`` can be loaded without amp_plugin. If the file is loaded under
-``amp-plugin run``, the scaler becomes an ``amp_plugin.GradScaler`` again.
+A scaler that replaces torch's is pickled as an instance of torch's class, with its state in torch's format.
+Therefore a file written under ``amp-plugin run`` can be loaded without amp_plugin. If the file is loaded
+under ``amp-plugin run``, the scaler becomes an ``amp_plugin.GradScaler`` again.
 """
 
 from __future__ import annotations

@@ -290,9 +290,9 @@ def log_casts(model: nn.Module | None = None) -> CastLog:
     The log covers ``amp_plugin.autocast`` regions. Casts in ``torch.autocast`` blocks are logged only while
     rules from ``set_default_rules`` are in force, because these blocks otherwise run on torch's kernels.
 
-    The log does not include casts in compiled code, which are part of the compiled graph, or conversions
-    inside a kernel, such as ``softmax`` with ``dtype=``. An open log wraps the calls to modules. If no log is
-    open, there is no cost.
+    The log does not include casts in compiled code, because these casts are part of the compiled graph. The
+    log also omits conversions inside a kernel, such as the conversion that ``softmax`` makes if it is given
+    ``dtype=``. An open log wraps the calls to modules. If no log is open, there is no cost.
 
     Args:
         model: the model whose module and parameter names are recorded. By default, every module that is

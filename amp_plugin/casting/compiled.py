@@ -71,7 +71,7 @@ def _blocks(
     device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, content: str
 ) -> Iterator[None]:
     # Dynamo would record the autocast dtypes that identify the rule set, so they are not set under Dynamo.
-    # The same recorded dtypes may identify another rule set in another process.
+    # In another process, the recorded dtypes may stand for a different rule set.
     low, high = (None, None) if is_dynamo_compiling() else ZEROS
     with (
         torchs_autocast(_GATE, _OPEN, False),
@@ -113,8 +113,8 @@ def teach_dynamo(kind: type[torch.autocast]) -> None:
     """Teach Dynamo to trace regions that were created outside compiled code, then restart the current trace.
 
     Dynamo treats instances of subclasses of ``torch.autocast`` like torch's own blocks, so it would drop the
-    rules of a region. Therefore ``teach_dynamo`` adds ``kind`` to a table of types that Dynamo looks up
-    first.
+    rules of a region. Therefore ``teach_dynamo`` adds ``kind`` to a table of types, and Dynamo consults this
+    table first.
 
     Raises:
         RestartAnalysis: every call raises this exception, so that Dynamo traces the frame again.

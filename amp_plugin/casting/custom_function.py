@@ -143,7 +143,11 @@ def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
 
 
 class _SetupContextCarrier:
-    """A class attribute of the Function that passes the autocast state of forward to setup_context."""
+    """Wraps a Function's ``setup_context``, so that ``ctx`` gets the autocast state of ``forward``.
+
+    ``custom_fwd`` puts an instance into the body of the Function's class. When Python creates the class, it
+    calls ``__set_name__``. The instance then removes itself from the class and wraps ``setup_context``.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         delattr(owner, name)

@@ -54,10 +54,10 @@ class AutocastKernels:
             regions are ``torch.autocast`` blocks.
         leave: a function that closes an autocast region, given the number of regions that are open inside it.
             ``leave`` stays set after the kernels are uninstalled, because regions may still be open.
-        checked: maps each combination of device type, dtype and ``enabled`` that torch has accepted to two
-            Opening tuples. The first Opening opens a region without a cache of casts, and the second opens a
-            region with a cache. If the dtype is None, an Opening contains the autocast dtype that torch used
-            when the settings were checked.
+        checked: holds two Opening tuples for each combination of device type, dtype and ``enabled`` that
+            torch has accepted. The first Opening opens a region without a cast cache, and the second opens a
+            region with a cast cache. If the dtype is None, an Opening contains the autocast dtype that torch
+            used when the settings were checked.
     """
 
     def __init__(self) -> None:
@@ -67,10 +67,10 @@ class AutocastKernels:
         self._lock = threading.Lock()
         # Maps each rule set to its number 1, 2, ... in order. The default rules are not in this dict.
         self._numbers: dict[OpRules, int] = {}
-        # Maps the number of a rule set to its fingerprint, which is a key of torch's compile caches.
+        # Maps each rule set number to the rule set's fingerprint, which is a key of torch's compile caches.
         self._tagged: dict[int, str] = {}
         self._step_hook: RemovableHandle | None = None
-        # Maps (device type, number of a rule set) to all ops that have ever had a rule in that rule set.
+        # Maps (device type, rule set number) to all ops that have ever had a rule in that rule set.
         self._named: dict[tuple[str, int], set[str]] = defaultdict(set)
 
     def install(self) -> NativeCore:

@@ -15,7 +15,11 @@ _WRITTEN_UNSAID = frozenset({"running_mean", "running_var"})
 
 
 def _registered() -> dict[str, list[str]]:
-    """Return a dict from each name of an op or overload to the full names of its overloads."""
+    """Return a dict whose keys are the names of all ops and of all overloads.
+
+    The value for an op is a list of the full names of its overloads. The value for an overload is a list that
+    contains only its full name.
+    """
     names: dict[str, list[str]] = defaultdict(list)
     for full in map(full_name, torch._C._dispatch_get_all_op_names()):
         names[full].append(full)

@@ -313,9 +313,9 @@ def _completed(opening: Opening, dtype: torch.dtype | None, rules: OpRules | Non
 
 @untraced
 def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[Opening, Opening]:
-    """Check a region's arguments with torch's own constructor, and return two argument tuples.
+    """Check a region's arguments with torch's constructor, and return two tuples that can open the region.
 
-    A region opens with one of these two tuples. Only the second tuple enables the cast cache.
+    The first tuple disables the cast cache, and the second tuple enables it.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         name = known_precision(dtype)

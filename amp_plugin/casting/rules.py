@@ -286,9 +286,9 @@ class OpRules:
 
         Args:
             op: an overload (``"aten::softmax.int"`` or ``torch.ops.aten.softmax.int``), an op
-                (``"aten::softmax"`` or ``torch.ops.aten.softmax``) or a custom op (``"mylib::op"``). The name
-                of an op without an overload stands for all its overloads that return a new tensor. Arguments
-                that a custom op writes into are never cast.
+                (``"aten::softmax"`` or ``torch.ops.aten.softmax``) or a custom op (``"mylib::op"``). If no
+                overload is named, the rule applies to all overloads of the op that return a new tensor.
+                Arguments that a custom op writes into are never cast.
             rule: a value of OpRule. None keeps the op's current rule.
             keep: the names of arguments that are never cast.
 
@@ -314,7 +314,7 @@ class OpRules:
         return OpRules(device_type=device_type, rules=self.rules, keep=self.keep)
 
     def diff(self, other: OpRules) -> dict[str, tuple[str, str]]:
-        """Return a dict that maps each op whose rules differ to (rule in self, rule in ``other``)."""
+        """Return a dict of the ops whose rules differ. Each value is (rule in self, rule in ``other``)."""
         ops = sorted({*self.rules, *other.rules, *self.keep, *other.keep})
         described = {op: (self.described(op), other.described(op)) for op in ops}
         return {op: pair for op, pair in described.items() if pair[0] != pair[1]}
@@ -406,7 +406,7 @@ def environment_rules() -> OpRules | None:
 
 @cache
 def warn_of_device(source: str, theirs: str, device_type: str) -> None:
-    """Warn once per process that autocast runs on a device type other than that of a rules file."""
+    """Warn once per process that autocast runs on one device type, but a rules file is for another."""
     warn_user(
         f"{source}: the rules are for {theirs}, so autocast on {device_type} follows the default ones. "
         f"To use the same policy on {device_type}, write device_type: {device_type} into a copy of the "

@@ -95,7 +95,10 @@ class Found:
 
     @property
     def known_by(self) -> tuple[str, str, str]:
-        """The path, rule and line text by which a baseline identifies a mistake without its line number."""
+        """The path, rule and source line by which a baseline recognizes a mistake.
+
+        The line number is not included, because edits elsewhere in the file change it.
+        """
         return self.path.as_posix(), self.code, self.source_line
 
 
@@ -260,7 +263,10 @@ def read_baseline(file: Path) -> list[tuple[str, str, str]]:
 
 
 def write_baseline(file: Path, report: Report) -> None:
-    """Move the mistakes of a report to a baseline file, so that later checks report only new mistakes."""
+    """Write the mistakes that a report lists to a baseline file, and remove them from the report.
+
+    Later checks that use this baseline report only new mistakes.
+    """
     rows = [
         dict(zip(("path", "code", "line"), _entry(one, file.parent), strict=True)) for one in report.found
     ]

@@ -1,4 +1,4 @@
-"""The rule of ``amp-plugin check`` about checkpoints."""
+"""The ``amp-plugin check`` rule about checkpoints."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def _saved(module: Module, event: Event) -> Iterator[tuple[ast.AST, ast.AST, Sco
 def _states(module: Module, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, ast.AST, Scope]]:
     """Yield each object whose ``state_dict()`` appears in an expression, with that expression and its scope.
 
-    If the expression is a variable, its items count too, as in ``checkpoint["model"] = model.state_dict()``.
+    If the expression is a variable, values that are assigned to its keys are searched too. An example of this
+    assignment is ``checkpoint["model"] = model.state_dict()``.
     """
     bound = module.names.bound
     for value, where in module.names.values(node, scope):

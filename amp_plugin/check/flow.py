@@ -82,9 +82,9 @@ class Context:
         return replace(self, conditions=(*self.conditions, *facts(test, holds=holds)))
 
     def around(self, inner: Context) -> Context:
-        """Return the full context of a statement in a function, seen from a call to this function.
+        """Add the context of a function call to the context of a statement in the called function.
 
-        The context of the call is ``self``. It comes first in the full context.
+        The context of the call is ``self``. The context of the call comes first in the result.
 
         Args:
             inner: The context of the statement within its own function.

@@ -112,7 +112,10 @@ class Module:
         return {flow.scope.node: flow for flow in self.flows}
 
     def region_around(self, context: Context, scope: Scope) -> Region | None:
-        """Return the autocast region around a statement or, if none, around a call to its function."""
+        """Return the autocast region around a statement.
+
+        If there is none, return the region around a call to the function that contains the statement.
+        """
         node = scope.node
         if context.regions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return context.region

@@ -1,4 +1,4 @@
-"""The rule of ``amp-plugin check`` about deprecated names."""
+"""The ``amp-plugin check`` rule about deprecated names."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _moved(
     parents: dict[ast.AST, ast.AST],
     lines: list[str],
 ) -> tuple[Edit, ...]:
-    """Return the edits of an import and of all uses of its names, or () if any of the uses cannot be edited.
+    """Return the edits that rewrite an import and all uses of its names, or () if any use cannot be edited.
 
     Args:
         module: the module.

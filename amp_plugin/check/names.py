@@ -63,7 +63,7 @@ _DEPTH, _MOST = 4, 200
 
 
 class Key(NamedTuple):
-    """A variable, with the name of the scope that owns it and its source text, such as ``self.scaler``."""
+    """A variable. ``text`` is its source text, such as ``self.scaler``, and ``scope`` names its scope."""
 
     scope: str
     text: str

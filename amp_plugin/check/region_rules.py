@@ -1,4 +1,4 @@
-"""The rules of ``amp-plugin check`` about code inside autocast regions, and about dtypes."""
+"""The ``amp-plugin check`` rules about code inside autocast regions, and about dtypes."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _is_product(node: ast.AST) -> bool:
 def constant_out_of_range(module: Module) -> Iterator[Hit]:
     """AMP014: Find fill values and eps that float16 cannot represent.
 
-    A fill value or eps is found only if it is used with the result of a float16 matrix product.
+    A fill value or eps is reported only if it is used with the result of a float16 matrix product.
     """
     for flow in module.flows:
         places = [(event.call, event.context) for event in flow.events] + flow.divisions

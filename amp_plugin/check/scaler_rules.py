@@ -1,4 +1,4 @@
-"""The rules of ``amp-plugin check`` about the order of backward, unscale, clip, step and update."""
+"""The ``amp-plugin check`` rules about the order of backward, unscale, clip, step and update."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def clip_before_unscale(module: Module) -> Iterator[Hit]:
 
 
 def _clips_scaled(flow: Flow, clip: Event, step: Event) -> bool:
-    """Return whether gradients are clipped after a scaled backward pass and before their step."""
+    """Return whether gradients are clipped after a scaled backward pass and before ``scaler.step()``."""
     if step.position < clip.position or step.context.excludes(clip.context):
         return False
     earlier = [
@@ -80,7 +80,7 @@ def _bounds(clip: Event) -> bool:
 def _clip_in_a_step(module: Module, flow: Flow) -> Iterator[Hit]:
     """Find gradient clipping before ``scaler.step()``, in a function that contains no backward pass.
 
-    If any code in the module unscales gradients, nothing is found.
+    If any code in the module unscales gradients, the rule reports nothing.
     """
     if any(event.kind in {"unscale", "scaler clip"} for event in module.events()):
         return
@@ -426,7 +426,10 @@ def _iterations(event: Event) -> tuple[ast.AST, ...]:
 
 
 def framework_bypassed(module: Module) -> Iterator[Hit]:
-    """AMP003: Find torch's clip or backward in programs where Accelerate or Fabric scales the loss."""
+    """AMP003: Find ``loss.backward()`` and torch's clipping functions in Accelerate and Fabric programs.
+
+    If Accelerate or Fabric scales the loss, the program must call the framework's own methods instead.
+    """
     for flow in module.flows:
         backwards = flow.of("framework backward")
         for clip in filter(_bounds, flow.of("clip")):

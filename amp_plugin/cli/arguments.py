@@ -84,7 +84,10 @@ def program_of(script: str, *, as_module: bool, core_for: str = "") -> Program:
 
 
 def show(table: Table) -> None:
-    """Print a table without trailing blanks, and in its full width if the output is not a terminal."""
+    """Print a table without trailing blanks.
+
+    If the output is not a terminal and ``COLUMNS`` is not set, the table is printed at its full width.
+    """
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(highlight=False, width=None if has_width else 10_000)
     with console.capture() as text:

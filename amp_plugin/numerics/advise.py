@@ -60,7 +60,7 @@ _WITHIN = re.compile(r"^_?(?:native_)?|_forward$")
 
 _SMALL = " In fp16 an eps below 6e-8 becomes 0: take a larger one, or call float() first."
 
-# Maps a cause, or a cause with a special case, to advice. In these texts, {c} is a _Case.
+# The advice for each cause and for each special case of a cause. In the advice, {c} is a _Case.
 _ADVICE = {
     "weight": "the weight was not finite before this op: look at the checkpoint, at the initialisation, and "
     "at the last step.",
@@ -324,9 +324,9 @@ def _finding(
 def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
     """Return the names of the ops that must get a rule, so that every way of calling ``op`` is covered.
 
-    For ``aten::bmm.default`` the names are ``("aten::matmul", "aten::bmm")``. Most ops have a single name,
-    their own. For casts, in-place ops and autograd functions there are no names, because no rule changes
-    their dtype.
+    For ``aten::bmm.default`` the names are ``("aten::matmul", "aten::bmm")``. For most ops, the only name is
+    the op's own name. For casts, in-place ops and autograd functions, the result is empty, because no rule
+    changes their dtype.
     """
     namespace, _, rest = op.partition("::")
     packet = rest.split(".")[0]

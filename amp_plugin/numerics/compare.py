@@ -88,8 +88,8 @@ class RunComparison:
             runs.
         replicas_first, replicas_second: Gradients that differ between the ranks of one recording, although
             their weights started with the same bits. Only the first step with such gradients is listed.
-        dropouts_first, dropouts_second: Dropouts in one recording whose masks are equal on shards, or differ
-            between replicas.
+        dropouts_first, dropouts_second: Dropout ops that draw equal masks on shards, or different masks on
+            replicas. There is one list for each of the two recordings.
         mesh: Maps the name of each mesh dimension to its size. The micro-batches count as a mesh dimension
             too. ``mesh`` is empty unless a single process was compared with several ranks or micro-batches.
             If ``mesh`` is not empty, ``differing`` counts the results that rounding does not explain, and
@@ -206,8 +206,8 @@ def compare_runs(
 
     Raises:
         ValueError: A file does not contain a recorded run, or the file of a rank is missing although its
-            results are needed. The error is also raised if the two runs have no rank or no result in common,
-            or if they have different numbers of ranks and neither has a single process.
+            results are needed. The error is also raised if the two runs have no rank or no result in common.
+            Two runs with different numbers of ranks raise the error unless one is a single-process run.
     """
     ours, theirs = RecordedFiles.find(Path(first)), RecordedFiles.find(Path(second))
     known = names if isinstance(names, ModuleNames) else ModuleNames(names)

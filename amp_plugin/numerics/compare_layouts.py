@@ -7,8 +7,8 @@
 Even in a correct program, an intermediate result on a rank may differ from the same result in the
 single-process run. For example, an embedding with sharded rows looks up wrong rows for some tokens and masks
 them afterwards. A result that differs is therefore ignored if the later results that are computed from it are
-equal in both runs, except for rounding. If no later result that is computed from it exists in both runs, the
-difference is reported.
+equal in both runs, except for rounding. If no later result that is computed from the differing result exists
+in both runs, the difference is reported.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
 
 
 def _arrival(matches: Matches, judged: Mapping[int, Verdict]) -> Callable[[Match], bool]:
-    """Return a function that decides whether a result that differs is reported.
+    """Return a function that decides whether to report a result that differs.
 
     The function returns True if a later result that is computed from this result also differs. The function
-    also returns True if the two runs have no common later result that is computed from this result.
+    also returns True if no later result that is computed from this result exists in both runs.
     """
     readers = _readers(matches.runs)
 
     def next_shared(rank: int, number: int) -> Iterator[int]:
         """Yield the nearest later results that are computed from this result and exist in both runs.
 
-        Starting from a forward result, only later forward results are searched. Starting from a backward
-        result, only later backward results are searched.
+        For a forward result, only later forward results are searched. For a backward result, only later
+        backward results are searched.
         """
         seen, left = {number}, [number]
         records = matches.runs[rank].records

@@ -2,7 +2,7 @@
 
 ::
 
-    at each call to a compiled graph, also run the graph eagerly
+    each time a compiled graph is called, also run the graph eagerly
 
     compare the results, and the inputs that the graph modifies in place
 
@@ -201,7 +201,7 @@ def _cuda_devices() -> range:
 
 
 class _EagerRuns:
-    """Runs one call to a graph in eager mode, on copies of its inputs."""
+    """Runs a graph in eager mode, on copies of the inputs of one call."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.inputs = list(map(_copied, inputs))
@@ -231,7 +231,7 @@ class _EagerRuns:
         return [*runs, exact]
 
     def difference(self, reading: Reading, value: Tensor) -> tuple[float, float] | None:
-        """Return the difference from eager code and the allowed difference.
+        """Return how far a result differs from eager code, and how far it may differ.
 
         Return None if rounding explains the difference.
         """
@@ -252,7 +252,7 @@ class _EagerRuns:
 def _difference(
     graph: int, eager: _EagerRuns, differing: Differing, compile_graph: Callable[..., Any]
 ) -> Difference:
-    """Describe a result that differs. The description names the first op whose result differs."""
+    """Describe a result that differs, and name the first op whose result differs from the eager result."""
     (kind, number), apart, allowed = differing
     inputs = [node for node in eager.module.graph.nodes if node.op == "placeholder"]
     output: Any = eager.module.graph.output_node().args[0]
@@ -279,7 +279,10 @@ def _difference(
 
 
 def _origin(eager: _EagerRuns, compile_graph: Callable[..., Any]) -> fx.Node | None:
-    """Compile the graph with all ops' results as outputs, and return the first op whose result differs."""
+    """Return the first op whose compiled result differs from the eager result.
+
+    To find the op, compile the graph again with the results of all ops as outputs.
+    """
     module = copy.deepcopy(eager.module)
     output = module.graph.output_node()
     ops = [node for node in module.graph.nodes if node.op.startswith("call_")]

@@ -127,7 +127,7 @@ class FormatLog:
         _measure(found, tensor, is_gradient=operand == "gradient")
 
     def ranges(self) -> dict[Key, OperandRange]:
-        """Map each (module, operand) to its measurements, in the order of the first calls."""
+        """Map each (module, operand) to its measurements. Entries are ordered by their first measurement."""
         return dict(self._ranges)
 
     def format_of(self, path: str) -> str:

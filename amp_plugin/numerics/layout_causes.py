@@ -44,8 +44,8 @@ class Cause(NamedTuple):
         """Return the cause, but keep only those of its mesh dimensions that the clues also point to.
 
         Each clue is the collection of mesh dimensions that one observation points to, such as the dimensions
-        along which an input differs. Only the first clue that contains one of the cause's mesh dimensions is
-        used. If no clue contains one of them, the cause is returned unchanged.
+        along which an input differs. Only the first clue that contains a mesh dimension of the cause is
+        used. If no clue contains a mesh dimension of the cause, the cause is returned unchanged.
         """
         for clue in clues:
             axes = tuple(axis for axis in self.axes if axis in clue)
@@ -61,8 +61,8 @@ def cause_in_gradient(layout: Layout, best: Combined, allowed: float, coarsest: 
         layout: The gradient on all ranks.
         best: The best way to combine the pieces of the gradient.
         allowed: The largest relative difference that rounding explains.
-        coarsest: The eps of the coarsest dtype of the collectives, if it is coarser than the gradient's
-            dtype; else 0.
+        coarsest: The eps of the coarsest dtype that the collectives use. ``coarsest`` is 0 if this dtype is
+            not coarser than the gradient's dtype.
     """
     for size, axes in _sizes(layout.axes):
         for factor, word in ((1 / size, "large"), (size, "small")):
@@ -235,7 +235,7 @@ def _cause_in_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verd
 def _inputs_of(match: Match, matches: Matches, index: int) -> dict[tuple[int, ...], Piece] | None:
     """Return, for each rank, input number ``index`` of the op that computed a result.
 
-    Return None if the op has no input at this index on at least one rank.
+    If the op has too few inputs on any rank, return None.
     """
     if any(len(record.reads) <= index for record in match.theirs):
         return None

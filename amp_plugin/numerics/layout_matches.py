@@ -145,10 +145,10 @@ class Matches:
     def _alike(
         self, mine: Sequence[int], theirs: Mapping[int, Sequence[int]], repeats: int
     ) -> tuple[Sequence[int], Mapping[int, Sequence[int]]] | None:
-        """Return the results that can be matched one to one, or None if the numbers of results differ.
+        """Return the results that can be matched one to one.
 
-        If the numbers of results differ, first drop each result whose shape cannot match any result of the
-        other run. Then compare the numbers again.
+        If one run has more results than the other, first drop each result whose shape cannot match any result
+        of the other run. If the two runs still have different numbers of results, return None.
         """
 
         def counts_agree(mine: Sequence[int], theirs: Mapping[int, Sequence[int]]) -> bool:

@@ -5,8 +5,8 @@ the measured rounding error of the result. The comparison uses the values that t
 rounded. In two correct runs, these values still differ a little, because data from other ranks and results of
 ops that did not run in float64 contain rounding errors. The difference between two correct runs should not
 exceed the measured rounding error, which is about equal in both runs. An op may amplify a small difference
-between its inputs, but it amplifies the measured rounding error as well. The limit is therefore the same for
-all ops, except for optimizer steps that use the signs of the gradients.
+between the inputs of the two runs, but it amplifies the measured rounding error as well. The limit is
+therefore the same for all ops, except for optimizer steps that use the signs of the gradients.
 
 ::
 
@@ -161,11 +161,10 @@ class _Judge:
         return swept[number] if number >= 0 else 0.0
 
     def _best(self, match: Match, usual: float, allowed: float) -> Combined:
-        """Return the first way of combining the pieces that gives nearly the single-process result.
+        """Return the first way of combining the pieces whose result is close to the single-process result.
 
-        The relative difference from the single-process result must be at most ``usual``. If no way of
-        combining the pieces has a difference of at most ``usual``, return the one with the smallest
-        difference.
+        The relative difference from the single-process result must be at most ``usual``. If every way of
+        combining the pieces gives a larger difference, return the way with the smallest difference.
         """
         layout = match.layout
         if match.is_gradient:

@@ -106,7 +106,7 @@ class Layout:
         return all(piece.part.whole_shape == shape and piece.part.whole for piece in self.pieces.values())
 
     def ways(self, *, are_means: bool = False, are_backward: bool = False) -> Iterator[Combined]:
-        """Yield every way of combining the pieces that is possible with their shapes.
+        """Yield every way of combining the pieces that their shapes allow.
 
         Combinations that sum the pieces along fewer mesh dimensions come first.
 

@@ -37,11 +37,13 @@ def prefixes(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing. A copy of a hook calls this function, so that copied models are not observed."""
+    """Do nothing. The hooks of a copied model call this function, so that the copy is not observed."""
 
 
 class ModuleHooks:
-    """Calls a function after each call to a module, between ``open()`` and ``close()``.
+    """Calls a function after each call to a module.
+
+    Modules are observed only between ``open()`` and ``close()``.
 
     Each module's hook is this object, bound to the name of the module. A copy of the object does nothing.
 
@@ -80,7 +82,7 @@ class ModuleHooks:
         return ModuleHooks((), _nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Replace the hook in a pickle by a built-in function that does nothing."""
+        """Replace the hook in a pickle with a built-in function that does nothing."""
         return getattr, (nullcontext(), "__exit__")
 
     @untraced

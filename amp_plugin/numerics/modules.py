@@ -183,5 +183,5 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for own, name, buffer, value in before:
-                own[name] = buffer  # a forward pass may have replaced the buffer by another tensor
+                own[name] = buffer  # a forward pass may have replaced the buffer with another tensor
                 buffer.copy_(value)

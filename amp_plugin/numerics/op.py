@@ -132,7 +132,10 @@ class OpTraits:
 
     @cached_property
     def partly_unwritten(self) -> tuple[int, ...]:
-        """The indices of results that only the backward pass uses, with some elements never written."""
+        """The indices of results in which the op leaves some elements unwritten.
+
+        Only the backward pass uses these results.
+        """
         return (1,) if self._packet == "_ctc_loss" else ()
 
     @cached_property
@@ -235,7 +238,7 @@ def _tensors(name: str, value: Any) -> list[Argument]:
 
 
 class Call:
-    """One call to an op, which is passed to every observer.
+    """One call to an op. Every observer receives this object.
 
     Attributes:
         rank: The rank that makes this call, if torch simulates several ranks in this process. Otherwise None.
@@ -256,7 +259,7 @@ class Call:
         self.read: tuple[Any, ...] = ()  # the fingerprints of the inputs, if the run is recorded
 
     def keep(self, note: Any) -> None:
-        """Store an observer's data with this call, so that the observer can read the data after the op."""
+        """Attach an observer's data to this call. The observer can read the data after the op has run."""
         self.kept = note
 
     def keep_fingerprints(self, read: Iterator[Any]) -> None:
@@ -385,7 +388,8 @@ class Call:
         """Return a changed copy of the arguments, with which the op can run again.
 
         Args:
-            change: A function that replaces each tensor. ``change`` must copy tensors to which the op writes.
+            change: A function that replaces each tensor. If the op writes to a tensor, ``change`` must return
+                a copy of that tensor.
             dtype: The dtype that replaces 16-bit dtypes and float32 among the arguments.
         """
         tensors: dict[int, Tensor] = {}
@@ -461,10 +465,10 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for event in _EVENTS
         }
         self._open = ExitStack()
-        self.has_compiled = False  # whether a compiled function was called, which then ran eagerly
+        self.has_compiled = False  # whether a compiled function was called but ran eagerly
         self._block_of_kernel = ""  # the device type of the autocast block around the next fused kernel
         self.sites = ForwardSites()  # where the ops of the forward passes were called
-        # Maps an op to the number of its calls that could not be repeated or watched on the inside.
+        # Counts, for each op, the calls that could not be repeated or whose inner ops could not be watched.
         self.unseen: Counter[str] = Counter()
         self._simulated: tuple[int, ...] = ()  # the ranks that torch simulates in this process, if any
         self._owners: Storages[int] = Storages()  # maps a storage to the simulated rank that owns it
@@ -478,7 +482,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             ask = getattr(eval_frame, _ASKED, None)
-            if ask is None:  # if torch lacks this function, calls to compiled functions cannot be noticed
+            if ask is None:  # if torch lacks this function, calls to compiled functions cannot be detected
                 self.has_compiled = True
             else:
                 stack.enter_context(patch.object(eval_frame, _ASKED, self._notes_compiled(ask)))
@@ -499,7 +503,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ended(error)
 
     def _notes_compiled(self, choose: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap the torch function that runs at each call to a compiled function, to notice these calls."""
+        """Wrap the torch function that runs whenever a compiled function is called, to detect these calls."""
 
         def choose_and_note(callback: Any) -> Any:
             self.has_compiled |= callback not in {None, False}
@@ -629,5 +633,5 @@ def _dispatches(kind: type) -> bool:
 
 
 def listed(ops: Mapping[str, int]) -> str:
-    """Return a string that lists ops with the number of their calls."""
+    """Return a string that lists the ops and how often each op was called."""
     return ", ".join(f"{name} ({count} {'call' if count == 1 else 'calls'})" for name, count in ops.items())

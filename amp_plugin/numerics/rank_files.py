@@ -75,7 +75,7 @@ class RankFile:
         An earlier file of this rank in the folder is removed.
 
         A process group may be created after the recording has begun, and destroyed before the recording ends.
-        This method is therefore called several times, and uses the largest number of ranks.
+        This method is therefore called several times, and keeps the largest number of ranks that it has seen.
 
         Args:
             seat: The rank and the number of ranks. The default is the rank of this process.

@@ -47,7 +47,7 @@ class RankRecorder:
 
     def __init__(self, file: RankFile, shadows: ShadowValues, tracker: Tracker) -> None:
         self.file, self._shadows, self._tracker = file, shadows, tracker
-        self._made: Storages[int] = Storages()  # the index of the recorded op that last wrote the storage
+        self._made: Storages[int] = Storages()  # the index of the recorded op that last wrote to the storage
         # The collectives whose results no op has read yet. A result may arrive after the op has returned.
         self._exchanged: Storages[Call] = Storages()
         # The relative rounding error of each tensor that this rank passed to a collective.

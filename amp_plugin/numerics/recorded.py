@@ -102,7 +102,7 @@ class Run(NamedTuple):
     """A recorded run of one process."""
 
     records: list[OpRecord]  # the results, in the order of the ops
-    unmeasured: dict[str, int]  # maps each op that could not run in fp64 to the number of its calls
+    unmeasured: dict[str, int]  # how often each op that could not run in fp64 was called
     weights: dict[str, Weight]  # maps the name of a weight to the weight before its first step
     gradients: dict[int, str]  # maps the index of each recorded gradient to the name of its weight
     is_whole: bool = True  # whether the recorded region ended without an error

@@ -155,7 +155,7 @@ def _finding(tracker: Tracker, call: Call, rule: str) -> Finding:
 
 
 def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException) -> Iterator[Finding]:
-    """Yield a finding if the program ends with an error about dtypes or the order of a scaler's calls.
+    """Yield a finding if the program ends with an error about dtypes or about the order of calls to a scaler.
 
     Args:
         tracker: The tracker, which knows the names of modules.
@@ -230,7 +230,10 @@ def _float16_gradients(error: BaseException) -> Finding | None:
 
 
 def _in_float32(params: Sequence[Tensor], frames: Sequence[FrameType]) -> tuple[Cure, ...]:
-    """Return code that converts parameters to float32, if the program has variables for their modules."""
+    """Suggest code that converts parameters to float32.
+
+    The result is empty if no variable in ``frames`` refers to a module with one of the parameters.
+    """
     left, code = {*map(id, params)}, ""
     for frame in frames:
         for name, held in {**frame.f_globals, **frame.f_locals}.items():

@@ -121,7 +121,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         return {"file": str(file), "results": results, "steps": steps}
 
     def report(self) -> str:
-        """Return the path of the file, the number of results and the number of steps as text."""
+        """Return a line of text with the number of results, the number of steps and the path of the file."""
         return "{results} results of {steps} steps are in {file}".format(**self.to_dict())
 
     def step_begins(self, optimizer: Optimizer) -> None:
@@ -145,7 +145,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
                     recorder.record_gradient(share)
 
     def _flat_shares(self) -> dict[int, list[FlatShare]]:
-        """Map the id of each parameter in an FSDP1 unit to the weights that it contains."""
+        """Map the id of each flat parameter of FSDP1 to the weights that this flat parameter contains."""
         flat: dict[int, list[FlatShare]] = {}
         for unit in self.tracker.flat_units():
             for recorder in self._ranks.values():

@@ -57,7 +57,7 @@ class _Clip:
         places: The lines that called the function, as ``called_from`` returns them.
         grad: A weak reference to one of the clipped gradients. The reference is set only if the optimizer of
             these gradients has not been passed to a scaler yet.
-        version: The version counter of ``grad`` after the clip.
+        version: The version counter of ``grad`` after clipping.
     """
 
     name: str
@@ -67,7 +67,7 @@ class _Clip:
     version: int = 0
 
     def unchanged(self) -> Tensor | None:
-        """Return ``grad``, or None if the tensor no longer exists or was written to since the clip."""
+        """Return ``grad``, or None if the tensor no longer exists or was written to after clipping."""
         grad = self.grad()
         return grad if grad is not None and grad._version == self.version else None
 
@@ -76,8 +76,8 @@ class ScaledClips:
     """A region that reports each line that clips gradients before they are unscaled.
 
     The first ``scaler.step(optimizer)`` or ``scaler.unscale_(optimizer)`` shows that the scaler belongs to
-    the optimizer. Clips that happen before the first call to the scaler are checked at that call. Later clips
-    are checked at once.
+    the optimizer. If gradients are clipped before the scaler is first called, they are checked at that first
+    call. Gradients that are clipped later are checked at once.
     """
 
     def __init__(self, found: Callable[[Finding], None]) -> None:
@@ -86,7 +86,7 @@ class ScaledClips:
         self._early: list[_Clip] = []
         self._early_looks = 0
         self._looks: dict[tuple[Any, ...], int] = {}
-        self._is_inside = False  # whether a clip function is running; one clip function may call another
+        self._is_inside = False  # whether a clipping function is running; it may call another one
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -121,7 +121,7 @@ class ScaledClips:
         return call
 
     def _watched(self, name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a clip function, so that its gradients are checked before it runs."""
+        """Wrap a clipping function, so that the gradients are checked before they are clipped."""
         signature = inspect.signature(clip)
 
         @functools.wraps(clip)
@@ -175,7 +175,7 @@ class ScaledClips:
         self._early.append(clip)
 
     def _look_back(self, scaler: Any, optimizer: Optimizer) -> None:
-        """Report a remembered clip if a scaler is about to unscale the clipped gradients."""
+        """Report each earlier clipping call whose gradients a scaler is about to unscale."""
         if not self._early:
             return
         early, self._early = self._early, []

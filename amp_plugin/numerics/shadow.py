@@ -138,7 +138,7 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
         """Prepare the arguments of both runs in the wide dtype, from the inputs and their shadows."""
         if call.traits.is_view or not call.is_repeatable:
             return
-        # If the op writes to its arguments, the extra runs get copies, so the stored wide values stay.
+        # If the op writes to its arguments, the extra runs get copies. The stored wide values do not change.
         shadows, copy = self.shadows, bool(call.traits.written)
 
         def arriving(tensor: Tensor) -> Tensor:
@@ -298,8 +298,10 @@ def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.flo
     Each op runs three times:
 
     1. The first run is the program's own, and its results do not change.
-    2. The second run uses the wide dtype and the same inputs. It shows the error that the op itself adds.
-    3. The third run uses the wide dtype and inputs that were never rounded. It shows the accumulated error.
+    2. The second run uses the wide dtype and the same inputs. The second run shows the error that
+       the op itself adds.
+    3. The third run uses the wide dtype and inputs that were never rounded. The third run shows the
+       accumulated error.
 
     Only ops with 16-bit results are listed. The region needs memory for the wide values of every live tensor.
 

@@ -311,7 +311,7 @@ class Storages(Generic[Value]):
 
 
 class ShadowValues(Storages[Tensor]):
-    """Keeps a copy in a wider dtype, called a shadow, for each storage.
+    """Keeps a copy of each storage in a wider dtype. The copy is called a shadow.
 
     The wide copy of a storage is a flat tensor. All views of a storage share one wide copy.
     """

@@ -61,7 +61,7 @@ Verdict = Literal["made", "on purpose", "masked", "passed on"]
 # In fp16, activations and scaled gradients may come near 65504, so mask values start at 0.999 * 65504.
 _MASKING, _MASKING_IN_FP16 = 0.25, 0.999
 # An overflow is reported if this many backward passes in a row overflow.
-# After 20 overflows in a row, a scaler has halved a loss scale of 2^16 to less than 1.
+# After 20 overflows in a row, repeated halving has brought a loss scale of 2^16 below 1.
 PATIENCE: Final = 20
 _ORDERS = frozenset({"ord", "p", "norm_type"})
 _SCALED = "made", "backward", torch.float16
@@ -371,7 +371,7 @@ class Watch:
         site = call.forward_site
         first = None if site is None else self._first_at.get(site)
         if first is not None and (first.is_reported or first.is_compared):
-            return first  # an inf or nan of an op and of its derivative is reported once
+            return first  # if an op and its derivative both produce inf or nan, report it once
         origin = self._new("made", call, result, judged.held, site)
         if site is not None:
             self._first_at.setdefault(site, origin)
@@ -422,8 +422,8 @@ class Watch:
     def read_elsewhere(self) -> Iterator[Finding]:
         """Yield findings about infs and nans that were used, but reached no gradient or weight.
 
-        An inf or nan counts as used if Python reads it as a number. It also counts as used if an op such as
-        argmin selects elements by it.
+        An inf or nan counts as used if Python reads it as a number. An inf or nan also counts as used if an
+        op such as argmin selects elements based on it.
 
         Overflows of fp16 gradients are left out, because the scaler needs them to find the loss scale.
         """

@@ -37,8 +37,8 @@ class Survey:
     """Watches the first training step of models, and reports the dtypes in which their modules compute.
 
     A module is said to compute in the dtype of its matrix products and convolutions, including those of its
-    submodules. A module without matrix products and convolutions is said to compute in the dtype of its first
-    result.
+    submodules. A module that has neither matrix products nor convolutions is said to compute in the dtype of
+    its first result.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Check that the packages that draw the run report are installed, without importing torch."""
+"""Check that the packages that draw the run report are installed. The check does not import torch."""
 
 from importlib.util import find_spec
 

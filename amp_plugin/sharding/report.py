@@ -203,7 +203,7 @@ class ModelDtypes:
         self.units, self._calls = units, calls
 
     def rows(self) -> list[ModuleDtypes]:
-        """Return an entry for each call to a module, in the order of the calls."""
+        """Return one entry for each call to a module, in the order of the calls."""
         return list(self._calls)
 
     def table(self) -> Table:
@@ -392,8 +392,8 @@ class Collective:
     Attributes:
         op: The collective, such as ``"all_gather"`` or ``"reduce_scatter"``.
         dtype: The dtype of the data, such as ``"bf16"``.
-        elements: The number of elements of the larger tensor on one rank, which is the output of an
-            all-gather or the input of a reduce-scatter.
+        elements: The number of elements in the input or output on one rank, whichever is larger. For an
+            all-gather the output is larger, and for a reduce-scatter the input is larger.
         ranks: The number of ranks in the process group of the call.
         bytes: The size of these elements in bytes.
     """
@@ -409,7 +409,7 @@ class CollectiveLog(list[Collective]):
     """The collectives that this process called in a block, in order."""
 
     def table(self) -> Table:
-        """Return a rich table with one row for each distinct collective, and the number of its calls."""
+        """Return a rich table with one row for each distinct collective. Each row counts the calls."""
         table = Table("collective", "dtype", "elements", "bytes", "ranks", "calls", title="Collectives")
         for call, count in Counter(self).items():
             sizes = f"{call.elements:,}", f"{call.bytes:,}", str(call.ranks)
@@ -439,7 +439,7 @@ def log_collectives() -> Iterator[CollectiveLog]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records collectives below autograd and autocast, where tensors have the dtype that is transmitted."""
+    """Records collectives below autograd and autocast, where a tensor has the dtype in which it is sent."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

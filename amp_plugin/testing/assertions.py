@@ -1,7 +1,7 @@
 """Assertions about numerics, whose tolerances are measured in the run itself.
 
-Each op runs twice, in the program's dtypes and in a wide dtype whose rounding is negligible. For each result,
-``explained`` is the largest relative difference from the wide-dtype run that rounding alone can cause.
+Each op runs once in the program's dtypes, and once in a wide dtype whose rounding is negligible. Rounding
+alone can cause a relative difference of at most ``explained`` between the two results.
 ``explained`` is the square root of the sum of the squares of two numbers:
 
 - The first number is the relative error of the op itself, but at most half an eps of its dtype.

@@ -58,9 +58,10 @@ class AmpAccelerator(EntryPoint, Accelerator):
     ``mixed_precision="fp16"`` means float16 with a loss scale on every device, including the CPU. Other names
     of precisions are accepted too, such as ``"fp32"`` for ``"no"``, and ``"16-mixed"``.
 
-    Gradients are clipped correctly for any set of parameters, and in any number of calls per step. Within an
-    accumulation window, clipping does nothing. Several optimizers, closures, and optimizers without gradients
-    are supported. Without a GPU, the processes that torchrun starts form a process group on the CPU.
+    Gradients are clipped correctly for any set of parameters, even if a step makes several clipping calls.
+    Within an accumulation window, clipping does nothing. Several optimizers, closures, and optimizers without
+    gradients are supported. Without a GPU, the processes that torchrun starts form a process group on the
+    CPU.
 
     Under DeepSpeed, the options are translated into DeepSpeed config keys. Under Megatron-LM and XLA, a
     precision other than ``"no"`` raises an error. Requesting an fp8 library other than torchao also raises an
@@ -218,7 +219,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         apart = self.native_amp and self.is_fsdp2
         with fp32_units_apart(models, self.dtype_plan) if apart else nullcontext():
             prepared = super().prepare(*args, **kwargs)
-        # Accelerate matches FSDP2's weights by memory address, so the weights are set up after prepare().
+        # Accelerate matches FSDP2's weights by memory address, so they are converted only after prepare().
         for model in self._models[before:] if self.is_fsdp2 else ():
             self.session.set_up_weights(model, found_patterns(model, self._options.fp32_modules))
         if self.native_amp:
@@ -394,7 +395,10 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     @outside_graphs
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Unscale the gradients of the given optimizers, by default of all. A second call does nothing."""
+        """Unscale the gradients of the given optimizers.
+
+        By default, the gradients of all prepared optimizers are unscaled. A second call does nothing.
+        """
         given: Any = self._optimizers if optimizer is None else optimizer
         for prepared in given if isinstance(given, list | tuple) else [given]:
             if self._engaged:

@@ -178,7 +178,10 @@ def _show_overflow(step: StepResult) -> None:
 
 
 class EngineScaler(GradScaler):
-    """Reports the loss scale, skips and norms of an engine that scales losses and steps on its own."""
+    """Reports the loss scale, skipped steps and gradient norms of a DeepSpeed engine.
+
+    The engine itself scales the loss and runs the optimizer step.
+    """
 
     def __init__(self, engine: Any, options: LossScaleOptions) -> None:
         super().__init__("cpu", enabled=False, **loss_scale_options(options))

@@ -148,7 +148,10 @@ def resolve(
 def take_options(
     given: dict[str, Any], environment: Mapping[str, str]
 ) -> tuple[AccelerateOptions, dict[str, str], bool]:
-    """Return the result of :func:`resolve`, and change ``given`` to arguments that Accelerator accepts."""
+    """Return the result of :func:`resolve`, and modify the dict ``given`` in place.
+
+    Afterwards, Accelerator accepts the entries of ``given`` as its keyword arguments.
+    """
     handlers = list(given.get("kwargs_handlers") or ())
     given["kwargs_handlers"] = [other for other in handlers if not isinstance(other, AmpKwargs)]
     # Without a GPU, launched processes only form a process group if Accelerate is given cpu=True.

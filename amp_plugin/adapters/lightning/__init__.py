@@ -1,9 +1,10 @@
 """Precision plugins for Lightning's Trainer and Fabric.
 
-Lightning is published as two packages with separate classes. One is ``lightning`` (with ``lightning.pytorch``
-and ``lightning.fabric``), the other is ``pytorch_lightning`` (with ``lightning_fabric``). The classes in this
-module are for the package that the program has imported, or for ``lightning`` if it has imported both or
-neither. :func:`classes_for` returns the classes for either package.
+Lightning is published as two packages with separate classes, ``lightning`` and ``pytorch_lightning``. The
+package ``lightning`` contains ``lightning.pytorch`` and ``lightning.fabric``. The package
+``pytorch_lightning`` comes with ``lightning_fabric``. The classes in this module are for the package that the
+program has imported, or for ``lightning`` if it has imported both or neither. :func:`classes_for` returns the
+classes for either package.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["AmpMonitor", "AmpPrecision", "FabricAmpPrecision", "classes_for"]
 
 
 def classes_for(package: str) -> ModuleType:
-    """Return the module with AmpPrecision, FabricAmpPrecision and AmpMonitor for a Lightning package.
+    """Return the module that defines AmpPrecision, FabricAmpPrecision and AmpMonitor for a Lightning package.
 
     Args:
         package: ``"lightning"``, ``"pytorch_lightning"``, or a subpackage such as ``"lightning.fabric"``.

@@ -244,7 +244,8 @@ class TrainerPrecision(PrecisionCore):
     def _step(self, trainer: Any, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure and step.
 
-        An optimizer that may call its closure several times runs the closure itself.
+        If the loss is not scaled, or if the optimizer may call its closure several times, the closure runs
+        inside ``optimizer.step()``. Otherwise, the closure runs once, before ``optimizer.step()``.
         """
         scaler = self._scaler
         if not scaler.is_enabled():

@@ -67,7 +67,7 @@ def _needs_closure(kind: Any) -> bool:
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer may call its closure several times, or after it has changed the weights.
+    """Return True if an optimizer may call its closure more than once, or after changing the weights.
 
     The result is True for optimizers that require a closure, such as LBFGS, and for optimizers with the
     attribute ``calls_closure_again = True``, such as SAM. All other optimizers call the closure once, at the
