@@ -1,4 +1,4 @@
-"""Creates hints for misspelled names, errors about options, and warnings that point to the user's code."""
+"""Creates option errors, suggestions for misspelled names, and warnings that point to the user's code."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def warned_at_user(make: Callable[..., Made], *args: Any) -> Made:
-    """Call a function of torch, and show its warnings at the line of the user's code."""
+    """Call a torch function, and report its warnings at the line in the user's code that led to the call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made = make(*args)

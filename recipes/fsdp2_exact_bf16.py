@@ -8,7 +8,7 @@ A model that is sharded in bfloat16 loses small weight updates. Float32 shards k
 must cast each shard before the all-gather. With ``weights="bf16"``, each float32 weight is split into a
 bfloat16 number and the other 16 bits. Only the bfloat16 part is communicated. This split loses no weight
 update, and needs no cast of the shards before the all-gather. With ``state="8bit"``, the optimizer's moments
-are rounded and take a quarter of the memory.
+are rounded to 8 bits, and take a quarter of the memory of float32 moments.
 """
 
 from __future__ import annotations

@@ -380,7 +380,10 @@ def between(real: Tensor, made: Tensor) -> Tensor:
 
 
 def average_of(generator: Generator) -> AveragedModel:
-    """Return a running average of the generator, which draws better digits than the generator itself."""
+    """Return a model whose weights are a running average of the generator's weights.
+
+    The averaged model draws better digits than the generator itself.
+    """
     return AveragedModel(generator, multi_avg_fn=get_ema_multi_avg_fn(0.99))
 
 

@@ -1,4 +1,4 @@
-"""Train a WGAN-GP in a LightningModule by manual optimization, with two optimizers and one loss scale.
+"""Train a WGAN-GP in a LightningModule with manual optimization, two optimizers and one loss scale.
 
     python -m recipes run wgan_gp_lightning [precision=bf16] [key=value ...]
 

@@ -200,7 +200,7 @@ class LayerFormats:
         require_matches(models, self.patterns, option="formats")
 
     def of(self, model: nn.Module, left_out: Collection[str] = ()) -> dict[str, str]:
-        """Return a dict that maps the name of each Linear layer that will be converted to the layer's format.
+        """Return a dict with the names of the Linear layers to convert as keys, and their formats as values.
 
         Args:
             model: The model with the Linear layers. Layers that are already converted are left out.
@@ -423,8 +423,8 @@ def convert(
 
     Args:
         model: The model, which is changed in place.
-        format_name: ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``. With ``"bf16"`` only the layers
-            that ``formats`` names are converted.
+        format_name: ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``. With ``"bf16"``, only layers
+            that match a pattern in ``formats`` are converted.
         formats: Other formats for some layers, as a mapping from name patterns or class names to formats, or
             as the path of a YAML file. The first pattern that matches a layer decides its format.
         fp32_modules: Names, patterns or class names of modules whose layers are not converted.

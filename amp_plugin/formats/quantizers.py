@@ -151,7 +151,7 @@ def products(
 
 
 class Rounded(torch.autograd.Function):
-    """The autograd Function of a Linear layer without bias, which rounds all operands to a format."""
+    """The autograd Function of a Linear layer without bias. It rounds the operands of all matrix products."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, name: str) -> Tensor:

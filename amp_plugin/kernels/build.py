@@ -160,7 +160,8 @@ def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
         if file.is_file():
             return file, 0.0
     cache = cache_root()
-    # A read-only cache may have been filled on another CPU, with a core for narrower vectors.
+    # A read-only cache may have been filled on a CPU with narrower vectors.
+    # The native core in that cache is used even if this CPU supports wider vectors.
     if not rebuild and not os.access(cache, os.W_OK):
         for file in (cache / core_name(width) for width in widths):
             if is_cached(file):

@@ -62,7 +62,7 @@ def _require_trusted(path: Path) -> None:
 
 
 def digest(parts: Mapping[str, str]) -> str:
-    """Return a hash of a mapping in 16 hexadecimal digits, independent of the order of its items."""
+    """Return a hash of a mapping as 16 hexadecimal digits. The order of the items does not matter."""
     return hashlib.sha256(json.dumps(dict(parts), sort_keys=True).encode()).hexdigest()[:16]
 
 

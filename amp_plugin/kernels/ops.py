@@ -11,11 +11,11 @@ Every kernel on every device follows this contract:
 
 - ``inv_scale`` and ``factor`` are tensors of one element, in float32 or float64, on the gradients' device.
   The host never reads them.
-- ``norm`` is a new float32 0-dim tensor with the norm of all gradients as one flat vector, of order
-  ``norm_type`` and *multiplied by inv_scale* (except for order 0). Chunks of at most 65536 elements are
-  summed in float32. The sums of the chunks are added in float64, or by a tree reduction in a fixed order.
-  Therefore the norm is accurate to 1e-6 and identical in every run. If a gradient contains inf or nan, the
-  norm is inf or nan.
+- ``norm`` is a new float32 0-dim tensor. All gradients are treated as one flat vector, and ``norm_type`` is
+  the order of its norm. The norm is *multiplied by inv_scale*, except for order 0. Chunks of at most 65536
+  elements are summed in float32. The sums of the chunks are added in float64, or by a tree reduction in a
+  fixed order. Therefore the norm is accurate to 1e-6 and identical in every run. If a gradient contains inf
+  or nan, the norm is inf or nan.
 - ``found_inf`` is a new float32 0-dim tensor that is exactly 0.0 or 1.0. ``found_inf`` is 1.0 if any
   gradient element is inf or nan before the op, or if the op writes inf or nan to a gradient. If only the
   square of an element overflows, ``found_inf`` stays 0.0.

@@ -612,7 +612,7 @@ def _schedule_free(
 def _muon_momentum(
     _: Tensor, grad: Tensor, states: list[Tensor], __: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """Return the matrix that Muon (Jordan, 2024) orthogonalizes, in the place of the new parameter."""
+    """Return the matrix that Muon (Jordan, 2024) orthogonalizes next, not yet the new parameter."""
     buffer = states[0] + (1 - n.momentum) * (grad - states[0])
     return grad + n.momentum * (buffer - grad) if n.nesterov else buffer, buffer
 
@@ -620,7 +620,7 @@ def _muon_momentum(
 def _muon_update(
     param: Tensor, update: Tensor, _: list[Tensor], __: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """Compute the last part of Muon's step, where ``update`` is the orthogonalized matrix."""
+    """Compute Muon's new parameter from ``update``, which is the orthogonalized matrix."""
     return ((1 - n.lr * n.weight_decay) * param - n.lr * n.ratio * update,)
 
 

@@ -1,7 +1,7 @@
 """Keeps tracers out of amp_plugin's Python frames, without importing Dynamo.
 
 If a compiled function falls back to eager mode, Dynamo still tries to trace the functions it calls.
-torch.jit.trace records every op call, and fails at ops that take a list of strings.
+torch.jit.trace records every op call, and fails on ops that take a list of strings.
 """
 
 from __future__ import annotations

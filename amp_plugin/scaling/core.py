@@ -152,7 +152,7 @@ class ScalerCore:
         return bool(waiting)
 
     def carriers(self, loss_scale: LossScale) -> Iterator[tuple[OptimizerState, list[Tensor]]]:
-        """Yield optimizers' states with the parameters whose gradients carry this loss scale.
+        """Yield each optimizer's state, with a list of its parameters whose gradients have this loss scale.
 
         A parameter that several optimizers share is yielded only once.
         """
@@ -282,7 +282,7 @@ class ScalerCore:
     ) -> StepResult:
         """Record a step that was taken without this scaler, and return its result.
 
-        A call to ``update()`` may follow, but is not required.
+        You may call ``update()`` after this method, but you need not.
 
         Args:
             optimizer: The optimizer that stepped.

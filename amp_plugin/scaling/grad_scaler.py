@@ -336,8 +336,8 @@ class GradScaler(TorchNames):
             max_norm: Largest norm.
             norm_type: The p of the p-norm. ``inf``, ``-inf`` and 0 are allowed.
             error_if_nonfinite: True to raise if the norm is not finite. This is a host sync. The error is
-                raised before weights or gradients are changed. With a closure, the gradients are those of the
-                last call to the closure.
+                raised before weights or gradients are changed. If there is a closure, ``.grad`` then holds
+                the gradients from its last call.
             closure: As for the optimizer's ``step``. The gradients of each call are clipped.
 
         Returns:
@@ -431,10 +431,10 @@ class GradScaler(TorchNames):
 
         Args:
             optimizer: The optimizer, after its step.
-            wait: If True, wait for the device after a one-pass or fused step on a GPU, which is a host sync.
-                If False, never wait. If the host does not wait, it learns of a skipped step about one step
-                late. The method then returns False after a later step than the skipped one, but still exactly
-                once for each skipped step.
+            wait: If True, the host waits for the device after a one-pass or fused step on a GPU (a host
+                sync). If False, the host never waits, and may learn about one step late that a step was
+                skipped. In that case ``landed`` returns False after a later step instead. It still returns
+                False exactly once for each skipped step.
 
         Raises:
             RuntimeError: The optimizer has not stepped yet.

@@ -77,7 +77,7 @@ def joined(measurements: Iterable[Measurement]) -> list[Measurement]:
 
 
 def forgotten_if_zero(earlier: Iterable[Measurement]) -> list[Measurement]:
-    """Return the measurements, but forget overflows of gradients that are all zero or None by now.
+    """Return the measurements, but drop overflows of gradients that have since been set to zero or None.
 
     Setting gradients to zero discards a batch together with its overflows. There is no host sync.
     """
@@ -102,8 +102,8 @@ class GradientBatch(NamedTuple):
     def measure(self, factor: Tensor, norm_type: float, *, divide: bool = False, write: bool) -> Measurement:
         """Measure the norm and the overflows of the gradients after multiplication or division by ``factor``.
 
-        If ``divide`` is True, the gradients are divided. If ``write`` is True, the gradients are changed in
-        place.
+        If ``divide`` is True, the gradients are divided by ``factor``, otherwise multiplied. If ``write`` is
+        True, the gradients are changed in place.
         """
         op = "unscale_" if write else "norm_check"
         found: tuple[Tensor, Tensor, Tensor] = self.run(op, factor, norm_type, divide)

@@ -205,7 +205,7 @@ class GradientLedger:
                 record.seen = _seen(grad)
 
     def look_again(self) -> None:
-        """Record the addresses and version counters of the gradients after a clip has written to them."""
+        """Record the addresses and version counters of the gradients after clipping has changed them."""
         for grad, record in self._each():
             record.seen = _seen(grad)
 

@@ -392,7 +392,8 @@ class OptimizerState:
 
         Args:
             norm_type: The p of the p-norm.
-            on_request: True if the user has called ``unscale_``, which is allowed once. False for a clip.
+            on_request: True if the user has called ``unscale_``, which is allowed once before each update.
+                False if clipping calls this method.
 
         Returns:
             The norm and found_inf, as in :meth:`measure`.

@@ -78,7 +78,7 @@ class Fused:
     """
 
     how: str  # for people
-    divides: bool  # True if the step takes the scaler and unscales the gradients itself
+    divides: bool  # True if ``step`` takes ``grad_scaler=`` and unscales the gradients itself
 
     def take(self, state: OptimizerState, call: Call, found: Tensor, divisor: Tensor | None) -> Taken:
         """Step as :meth:`OnePass.take` does. The divisor is not used."""

@@ -168,7 +168,10 @@ def _agree_on_core(groups: Sequence[ProcessGroup], device: torch.device) -> None
 
 
 def rank_of_process() -> int | None:
-    """Return this process's rank, from torch.distributed or the environment variable RANK, or None."""
+    """Return the rank of this process, or None if the rank is unknown.
+
+    The rank comes from torch.distributed if it is initialized, or else from the environment variable RANK.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return int(torch.distributed.get_rank())
     return int(os.environ["RANK"]) if os.environ.get("RANK", "").isdecimal() else None

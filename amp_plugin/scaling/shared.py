@@ -79,10 +79,10 @@ class Shared:
         self.device, self.ranks = device, ranks
 
     def speak(self, words: Words, *, scales_all: bool) -> None:
-        """Set how error messages write calls such as ``step``.
+        """Set the names that error messages use for calls such as ``step``.
 
         Args:
-            words: The calls, written as in a program that uses this framework.
+            words: How users of the program's framework write each call, such as ``scaler.step(optimizer)``.
             scales_all: True if the entry point runs every scaled backward pass itself. If so, a backward pass
                 that the user's program runs directly gives unscaled gradients.
         """

@@ -115,7 +115,8 @@ class Spikes:
             norms: The norm of the gradients before clipping, and their current norm (both float32, 0-dim).
             found_inf: 1.0 if a gradient is not finite (float32, 0-dim).
             trackers: The growth trackers of the loss scales by which the losses were multiplied.
-            backward: The user's call that runs a backward pass, for an error message.
+            backward: The call that runs a backward pass in the user's framework. An error message quotes this
+                call.
 
         Returns:
             The result of ``judge_step_``; None without ``on_spike``.
@@ -173,7 +174,9 @@ class Spikes:
         return numbers
 
     def raise_for_spike(self, before: Callable[[], object], step: StepResult) -> None:
-        """Raise SpikeError if the step was a spike, and ``action`` is ``"raise"``. Later steps can be taken.
+        """Raise SpikeError if the step was a spike and ``action`` is ``"raise"``.
+
+        After the error, the optimizers can step again.
 
         Args:
             before: A function to call before the error is raised, so that the optimizer may step again.

@@ -338,7 +338,7 @@ class _Record:
         self.owed += skipped
 
     def hold(self) -> None:
-        """If a skipped step has not yet held learning rate schedulers back, hold them back at this step."""
+        """Hold learning rate schedulers back if they were held back fewer times than steps were skipped."""
         self.is_held = self.owed > 0
         self.owed -= self.is_held
 
@@ -361,7 +361,7 @@ def new_logs(follower: Callable[[StepLog], None]) -> Iterator[None]:
 
 
 class StepTotals:
-    """The numbers of steps and skipped steps in all logs of a process, including deleted logs.
+    """Counts the steps and the skipped steps in all logs of a process, including deleted logs.
 
     A StepTotals keeps no log, optimizer or gradient alive, only 0-dim tensors. Only the method ``told`` waits
     for the device.

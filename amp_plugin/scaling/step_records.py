@@ -83,7 +83,7 @@ class StepRecord:
 
     @classmethod
     def of(cls, step: StepResult, seconds: float = 0.0) -> StepRecord:
-        """Return the record of a step whose numbers are on the host."""
+        """Return the record of a step. The step's results must already be on the host."""
         told = (None, None) if step.judged is None else step.judged[3:5].tolist()
         report = step.overflow_report() if step.skipped else None
         names = () if report is None else (*report.nan[::-1], *report.inf[::-1])

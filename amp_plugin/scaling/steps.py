@@ -3,7 +3,7 @@
 ::
 
     choose       Choose among a one-pass step, a fused step and a plain step.
-    measure      Measure the norm of the gradients and found_inf in one read.
+    measure      Read the gradients once, and compute their norm and found_inf.
     combine      Combine the norm and found_inf over all ranks.
     judge        With on_spike=, decide whether the step is a spike.
     clip factor  Compute the factor, if the step also clips.

@@ -122,7 +122,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
     def __init__(self, core: ScalerCore) -> None:
         super().__init__()
         self._core = core
-        # ``_own`` maps an optimizer's id to entries that a program has written, until the next update.
+        # Until the next update, ``_own`` maps an optimizer's id to entries that the program has written.
         # The entries in ``_own`` match no attribute of OptimizerState.
         # ``_own`` is empty if no record was used since the last update.
         # ``_found`` maps an optimizer's id and its stage to overflow flags.

@@ -1,4 +1,4 @@
-"""The wording of calls in error messages, for plain PyTorch loops and for each framework.
+"""The names of calls in error messages, for plain PyTorch loops and for each framework.
 
 The scaler does not know whether Lightning, Accelerate or a plain loop uses it. Each adapter tells the scaler
 how calls are written in its framework. An error message can then name a call that the user can make.

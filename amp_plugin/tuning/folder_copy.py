@@ -31,7 +31,7 @@ Signature = tuple[int, int, int, int]  # numbers that change when a program writ
 
 
 class FolderCopy:
-    """A copy of a folder, which is removed when this object is closed or garbage-collected."""
+    """A temporary copy of a folder. The copy is removed when this object is closed or garbage-collected."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()

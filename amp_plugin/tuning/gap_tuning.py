@@ -45,12 +45,12 @@ class GapTuning:
     """The gap between a trainer and a generator, its causes, and the changes that close it.
 
     Attributes:
-        gap: The gap between trainer and generator without changes.
+        gap: The gap between trainer and generator before any changes.
         floor: The mean gap that rounding alone explains.
-        trainer_error: The mean absolute difference between the trainer's log-probabilities and those without
-            rounding.
-        generator_error: The mean absolute difference between the recorded log-probabilities and those without
-            rounding.
+        trainer_error: The mean absolute difference between the trainer's log-probabilities and
+            log-probabilities computed without rounding.
+        generator_error: The mean absolute difference between the recorded log-probabilities and
+            log-probabilities computed without rounding.
         sampling: The temperature and top-p with which the recorded log-probabilities were computed.
         causes: The causes, the largest first.
         explained: The mean gap if the trainer uses ``rules`` and emulates the generator's roundings.

@@ -32,7 +32,7 @@ _TIMINGS: Final = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """The cost of a set of op rules per batch, and the gradient error of each batch.
+    """The mean cost of a batch under a set of op rules, and the gradient error of each batch.
 
     Attributes:
         saved_bytes: The bytes that the forward pass saves for the backward pass, without the model's weights.
@@ -240,9 +240,9 @@ def timed_in_turns(
     """Time the original and the changed program alternately, and return the median time of each.
 
     Args:
-        before: A function that measures the time of a batch of the original program.
-        after: A function that measures the time of a batch of the changed program. None means that the
-            program was not changed. A single measurement is then returned twice.
+        before: A function that times the original program on one batch.
+        after: A function that times the changed program on one batch. None means that the program was not
+            changed. A single measurement is then returned twice.
     """
     if after is None:
         return (once := before()), once

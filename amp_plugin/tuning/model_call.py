@@ -44,7 +44,7 @@ def logits_of(output: Any, tokens: Tensor, *, are_all: bool = True) -> Tensor | 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCall:
-    """A call to a model that can be repeated under the same autocast setting.
+    """A model call that can be repeated under the same autocast setting.
 
     Attributes:
         model: The module that was called.
@@ -65,7 +65,7 @@ def _step_of(
     place_of_tokens: int | str,
     autocast: tuple[bool, torch.dtype],
 ) -> Callable[[Tensor], Any]:
-    """Return a function that repeats a call to a model with other token ids.
+    """Return a function that repeats a model call with other token ids.
 
     ``autocast`` says whether autocast was enabled at the call, and with which dtype.
 

@@ -23,9 +23,9 @@ a smaller error and a smaller cost. The remaining placements are called the Pare
     return the last placement on the Pareto front, which is the cheapest
 
 The search finds the cheapest placement if it keeps the whole Pareto front. If the Pareto front has more than
-1024 placements, the range of errors is divided into 1023 intervals. Only the cheapest placement in each
-interval remains. If the range of errors is divided, the result can be slightly more expensive than the
-cheapest placement.
+1024 placements, it is shortened. The range of errors is divided into 1023 intervals, and only the cheapest
+placement in each interval remains. If the Pareto front was shortened, the result can be slightly more
+expensive than the cheapest placement.
 """
 
 from __future__ import annotations

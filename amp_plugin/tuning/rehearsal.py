@@ -322,7 +322,7 @@ def _measuring(formats: Sequence[str], found: dict[str, Layer]) -> Callable[[str
 
 @torch.no_grad()
 def _measure(layer: Layer, formats: Sequence[str], x: Tensor, weight: Tensor, grad: Tensor) -> None:
-    """Measure the errors of one call to a layer in each format."""
+    """For each format, measure the errors of one call to a layer."""
     x, weight = x.reshape(-1, x.shape[-1]).float(), weight.float()
     grad = grad.reshape(-1, grad.shape[-1]).float()
     layer.rows += x.shape[0]

@@ -32,7 +32,7 @@ from amp_plugin.casting.rules import OpRule, OpRules, torch_release
 from amp_plugin.tuning.measure import Measurement, SearchGoal
 
 # A rule is added only if it saves more than this fraction of the cost of the default rules.
-# For the goal "gap", a rule must save more, because measured gaps between log-probabilities vary by chance.
+# The fraction is larger for the goal "gap", because measured gaps between log-probabilities vary by chance.
 _LEAST_GAIN: Final[dict[SearchGoal, float]] = {
     "memory": 0.002,
     "casts": 0.002,
@@ -94,9 +94,9 @@ class Search:
     """A greedy search over the rules of the ops that a program uses.
 
     Args:
-        measure: A function that measures the effect of op rule changes on the first batches. ``measure`` is
-            called with the rule changes and the number of batches.
-        batches: The number of batches.
+        measure: A function that runs the first batches with changed op rules, and measures the effect.
+            ``measure`` is called with the rule changes and the number of batches.
+        batches: The largest number of batches to measure.
         default: The op rules from which the search starts.
         goal: What the search reduces.
         budget: The fraction by which the gradient error may grow, such as 0.05. For the goal "accuracy", the
@@ -166,7 +166,10 @@ class Search:
         return [Change(op=op, rule=rule) for rule in _WANTED[self._goal] if now != {rule.value}]
 
     def _ranked(self, candidates: Iterable[Change]) -> list[Change]:
-        """Return the changes that, on their own, lower the cost of the first batch. The best comes first."""
+        """Return the changes that lower the cost of the first batch. Each change is tried alone.
+
+        The change with the lowest cost comes first.
+        """
         default = self.default(batches=1)
         costs: dict[Change, float] = {}
         for change in candidates:
@@ -203,8 +206,8 @@ class Search:
     def nearest(self) -> str:
         """Of the rule sets that lower the cost but exceed the error budget, describe the most accurate one.
 
-        Return ``""`` if no tried rule set lowers the cost but exceeds the error budget, or if the goal is
-        "accuracy" or "gap".
+        Return ``""`` if all tried rule sets that lower the cost are within the error budget. For the goals
+        "accuracy" and "gap", always return ``""``.
         """
         goal = self._goal
         if goal in {"accuracy", "gap"}:  # here the budget limits the bytes

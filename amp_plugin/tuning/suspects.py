@@ -90,7 +90,7 @@ def suspects_of(
 
 
 def _groups(found: Mapping[OpPlace, tuple[int, ...]], short: str) -> Iterator[Suspect]:
-    """Yield groups of ops whose rounding may cause the gap, such as all calls to an op in a function."""
+    """Yield groups of ops whose rounding may cause the gap, such as all calls to one op in a function."""
     scopes: dict[str, list[OpPlace]] = {}
     ops: dict[str, list[OpPlace]] = {}
     for place in found:

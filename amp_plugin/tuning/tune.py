@@ -41,16 +41,17 @@ class Tuning:
         before: The measurement of the default rules on all batches.
         after: The measurement of the chosen rules on all batches.
         seconds: The median time of a batch in seconds, first with the default rules and then with the chosen
-            rules. Both are measured in turns.
+            rules. The default and the chosen rules are timed alternately.
         changes: The chosen rules that differ from the default rules.
         tried: All sets of rules that were tried, in order, with their measurements.
         nearest: A description of the most accurate set of rules that lowers the cost but exceeds the error
-            budget. ``nearest`` is empty if no set of rules lowers the cost but exceeds the budget.
+            budget. ``nearest`` is empty if all tried sets of rules that lower the cost are within the error
+            budget.
         is_followed: False if op rules have no effect, because autocast is off or each autocast block has its
             own rules.
-        jump: A sentence about the op at which the accumulated error jumps with the default rules, and lines
-            of code that compute the op's module in fp32. ``jump`` is empty if no op stands out, or if the
-            goal is not ``"accuracy"``.
+        jump: A sentence that names the op at which the accumulated error jumps under the default rules. Lines
+            of code that compute this op's module in fp32 follow. ``jump`` is empty if no op stands out, or if
+            the goal is not ``"accuracy"``.
     """
 
     rules: OpRules
@@ -335,7 +336,10 @@ _NUMBERS: Final[dict[str, tuple[str, Callable[[float], str]]]] = {
 
 
 def _rows(before: Measurement, after: Measurement) -> list[tuple[str, ...]]:
-    """Return one table row for each number, with its name, its two values and the change in percent."""
+    """Return a table with one row for each measured quantity.
+
+    Each row has the name of the quantity, its values before and after, and the change in percent.
+    """
     rows: list[tuple[str, ...]] = []
     for name, (attribute, text) in _NUMBERS.items():
         old, new = getattr(before, attribute), getattr(after, attribute)

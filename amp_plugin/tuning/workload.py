@@ -215,7 +215,7 @@ def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
 
     def called(module: nn.Module, *_: Any) -> None:
         if not begun:
-            # The registration hook does not run if a module is made as a deep copy.
+            # The registration hook does not run if a module is created by copy.deepcopy.
             for name, param in module.named_parameters():
                 registered(module, name, param)
             begun.append(time.perf_counter())

@@ -4,11 +4,11 @@ By default, DDP expects gradients in the dtype of the parameters, and reduces th
 gradients of stored weights are float32. A communication hook therefore reduces the float32 ``.grad`` tensors.
 When the hook runs, ``.grad`` is the sum over all micro-batches of the step. DDP then writes the result to
 ``.grad``. DDP still chooses the buckets, their order and their overlap with backward. DDP still allocates
-memory for its 16-bit buckets, which stays unused.
+memory for its 16-bit buckets, but this memory stays unused.
 """
 
 # This file must not use "from __future__ import annotations".
-# DDP compares the annotations of a communication hook with classes of torch.
+# DDP requires that the annotations of a communication hook are torch's classes, not their names.
 from functools import partial
 from typing import Any
 

@@ -15,7 +15,7 @@ class DecodedTensor(Tensor):
     """A tensor that ops read and write as float32, while its memory holds a compressed format.
 
     - An op that reads the tensor gets a float32 copy.
-    - An op that writes to the tensor writes to a float32 copy, which ``rewrite_()`` then stores.
+    - An in-place op on the tensor changes a float32 copy instead, which ``rewrite_()`` then stores.
     - An op that only copies, moves or views the tensor runs on the stored format, through ``as_kept()``.
     """
 

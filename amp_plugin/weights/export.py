@@ -53,7 +53,7 @@ def export(
 
     - Read a Lightning checkpoint, a folder that Accelerate or transformers saved, or a ``torch.save`` file.
     - Join 16-bit weights with their other bits (remainders), which release 0.2 saved in optimizer states.
-    - Strip ``prefix`` and the parts that torch.compile adds from all names.
+    - From all names, remove ``prefix`` and the parts that torch.compile adds.
     - Check that all shards exist, that no two weights get the same name, and that no finite number becomes
       infinite.
     - Write floating-point tensors in ``dtype``. Tensors of other dtypes are written unchanged. With

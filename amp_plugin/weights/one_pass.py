@@ -38,7 +38,7 @@ from amp_plugin.weights.weight import (
 )
 
 _Group = dict[str, Any]
-# A function that makes one op call for a step, the hyperparameters of the call, and the learning rate.
+# One op call of a step, as a tuple of its function, its hyperparameters and the learning rate.
 # The learning rate is None unless it is a tensor on a GPU.
 _Part = tuple[Callable[..., None], list[float], Tensor | None]
 
@@ -192,10 +192,10 @@ class _Row:
             rule updates.
         numbers: The options of a parameter group that are passed to the rule as numbers, in order.
             ``"betas.0"`` is the first item of ``betas``.
-        counters: The names of step counters in the optimizer's state that the rule updates.
+        counters: The names of the step counters that the rule updates.
         fixed: Maps each option that the rule does not support to the only value that it may have. A name with
-            a leading dot names an attribute of the optimizer. ``fixed`` is None for classes of torch, whose
-            options are all known.
+            a leading dot names an attribute of the optimizer. ``fixed`` is None for torch's own optimizer
+            classes, whose options are all known.
         ignored: Options that do not change the result of a step.
         schedule: A function that computes the options that a step changes, such as a step count, and other
             numbers that the rule needs. With a ``schedule``, one-pass steps are possible only on the CPU,

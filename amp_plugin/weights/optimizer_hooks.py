@@ -262,8 +262,8 @@ class OptimizerHooks:
     def _run_as_kept(self, optimizer: Optimizer, params: list[Tensor], closure: Callable[[], Any]) -> Any:
         """Run a closure on the 16-bit parameters.
 
-        At the first call to the closure, the optimizer's states are in compressed form. At later calls to the
-        closure, they are in float32.
+        During the first call to the closure, the optimizer's states are compressed. During later calls in the
+        same step, the optimizer's states are in float32.
         """
         self._hide()
         value = closure()

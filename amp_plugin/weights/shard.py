@@ -40,8 +40,8 @@ def set_local_(param: Any, local: Tensor) -> None:
 class StoredShard(DecodedTensor):
     """The local shard of a stored parameter on one rank. Every op sees the shard as a float32 tensor.
 
-    Reads return the exact float32 values, and writes store them exactly. Views share the shard's memory, so
-    torch can pad, split and move the shard.
+    Reads return the exact float32 values, and writes store them exactly. A view is also a StoredShard and
+    shares the shard's memory. Therefore torch can pad, split and move a shard without losing its remainder.
     """
 
     weight_16: Tensor  # the 16-bit weight that the model uses
@@ -124,8 +124,8 @@ class StoredShard(DecodedTensor):
             mp_policy: The mixed-precision policy, whose ``param_dtype`` is the dtype of the gathered weight.
 
         Returns:
-            A tuple that contains only the tensor to send, and None as the metadata. The tensor is padded to
-            the size of the first rank's shard.
+            Two values. The first value is a tuple with one tensor, which this rank sends. The second value is
+            None, because there is no metadata. The tensor is padded to the size of the first rank's shard.
         """
         del outer_stride, module
         dtype = mp_policy.param_dtype or torch.float32

@@ -93,7 +93,7 @@ def store_weights(
         model: A model in float32, bfloat16 or float16, on any device. If FSDP2 shards the model, the model
             must be in float32. All weights that FSDP2 gathers in 16 bits are then stored, including those of
             norms and embeddings.
-        *optimizers: Optimizers of the model's parameters, of any class.
+        *optimizers: Optimizers of any class that update the model's parameters.
         weights: Which weights are stored, and how. ``"bf16"`` turns each weight that autocast would cast
             (Linear, convolutions, attention projections) into a bfloat16 weight and a 16-bit remainder, which
             together hold all bits of float32. Norms, embeddings and other weights stay float32. ``"fp16"``
@@ -146,7 +146,7 @@ def store_weights(
         # A step takes 1.5 times as long as a step with float32 weights, or 9 times as long without the core.
         native_core()
         _store(model, name, tuple(fp32_modules), seed)
-    # Sharded 16-bit weights are not converted, but the optimizer that steps them warns.
+    # Sharded 16-bit weights are not converted. A warning appears when an optimizer steps them.
     if not any(map(is_sharded, model.parameters())):
         convert_to_fp32(model)
     if name != "fp32" or state != "fp32":
@@ -388,8 +388,8 @@ def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:
         *optimizers: The optimizers of the model, from torch or a framework.
 
     Returns:
-        The bytes that are held at the time of the call. Call this function after the ``backward`` of the
-        second step, when gradients and optimizer states exist.
+        The bytes that the weights, gradients and optimizer states occupy now. Call this function after the
+        ``backward`` of the second step, when gradients and optimizer states exist.
 
     Example:
         >>> import torch

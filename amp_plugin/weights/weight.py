@@ -4,8 +4,7 @@ A parameter can be in these states:
 
 - *Stored*. The parameter is a 16-bit tensor, and its StoredWeight holds the remainder. The remainder holds
   the bits of the float32 value that the 16-bit tensor lacks.
-- *Shown*. The parameter is a float32 tensor. The Python object stays the same, and only its data is
-  exchanged.
+- *Shown*. The parameter is a float32 tensor. The Python object stays the same, and only its data is replaced.
 - *Nested*. :func:`show_fp32` was called several times. The parameter is stored in 16 bits again after the
   last matching call to :func:`hide_fp32`.
 - *Sharded*. The parameter is a float32 DTensor. The local shard of the DTensor is a StoredShard, or an
@@ -54,8 +53,8 @@ class StoredWeight:
     # The remainder. If the parameter is moved to another device, the next use moves the remainder too.
     kept: Tensor
     seed: int  # the seed of stochastic rounding
-    # A weak reference to the parameter, which makes torch.utils.swap_tensors raise an error.
-    # Swapping tensors would remove the StoredWeight from the parameter.
+    # A weak reference to the parameter. While it exists, torch.utils.swap_tensors raises an error.
+    # The error is intended, because swapping tensors would remove the StoredWeight from the parameter.
     owner: ref[Tensor] | None
     steps: int = 0  # number of optimizer steps taken
     shows: int = 0  # the number of open show_fp32() requests
@@ -328,7 +327,7 @@ def masters_of(params: list[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def store_masters_(params: list[Tensor], masters: list[Tensor]) -> None:
-    """Store the float32 copies of :func:`masters_of` after an optimizer step has changed them."""
+    """Store the float32 copies that :func:`masters_of` returned, after an optimizer step has changed them."""
     made = dict(zip(params, masters, strict=True))
     records = {param: _settled(param) for param in params}
     for record in records.values():
@@ -391,7 +390,7 @@ def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
 def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
     """Store parameters in 16 bits again, after :func:`show_fp32` has made them float32.
 
-    A parameter stays float32 until each call to :func:`show_fp32` has a matching call to :func:`hide_fp32`.
+    A parameter stays float32 until :func:`hide_fp32` has been called as often as :func:`show_fp32`.
     ``steps`` is the number of optimizer steps that were taken since :func:`show_fp32`.
     """
     ended = {param: weight for param in stored_params(params) if (weight := _settled(param)).shows}

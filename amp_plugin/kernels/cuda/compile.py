@@ -45,7 +45,7 @@ def source_of(kernel: Kernel) -> str:
 
 
 def options_for(kernel: Kernel, architecture: str) -> ProgramOptions:
-    """Return the options for NVRTC, which may fuse a multiply-add only where the source says ``fma``."""
+    """Return the options for NVRTC. They forbid fused multiply-adds except where the source calls ``fma``."""
     return ProgramOptions(
         name=f"{kernel.name}.cu",
         arch=architecture,
