@@ -185,7 +185,7 @@ class PrecisionChoice:
 
 
 def choose_precision(device: str | None = None, index: int = 0) -> PrecisionChoice:
-    """Choose a precision in which a device computes fast: bf16 if possible, else fp16, else fp32.
+    """Choose a precision that is fast on a device: bf16 if possible, else fp16, else fp32.
 
     The option ``precision="auto"`` makes the same choice. The choice is fp16 for a GPU that only emulates
     bfloat16, and fp32 for a CPU without 16-bit instructions. Nothing is measured. The hardware's generation

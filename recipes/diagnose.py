@@ -53,7 +53,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the attention's output for ``x``, both ``[B, tokens, width]``."""
+        """Return the attention output for ``x``. Both have shape ``[B, tokens, width]``."""
         scores = (SIZE * self.query(x)) @ (SIZE * self.key(x)).transpose(-1, -2)
         return (scores / SIZE**2 / x.shape[-1] ** 0.5).softmax(-1) @ self.value(x)
 

@@ -9,7 +9,7 @@ An entry point such as AmpPrecision only translates calls from its framework int
   scaler which device is in use.
 - ``add(models, optimizers)`` passes parameter names to the scaler, and sets the dtypes of optimizer states.
 - ``region()``, ``backward()`` and ``step()`` make up an optimizer step.
-- ``end()`` restores float32 weights and the earlier op rules, and ends the run page.
+- ``end()`` restores float32 weights and the earlier op rules, and finishes the run page.
 """
 
 from __future__ import annotations

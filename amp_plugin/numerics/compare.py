@@ -77,7 +77,7 @@ class RunComparison:
             results of casts.
         differing: The number of compared results that differ in at least one bit.
         first: The first result that differs in at least one bit, or None if no result differs. If results
-            differ on several ranks, ``first`` is the earliest of them.
+            differ on several ranks, ``first`` is the earliest differing result on any rank.
         unexplained: The first difference that rounding does not explain, or None.
         unseen: The median, over all results, of the relative difference that rounding explains. Smaller
             errors go unnoticed.

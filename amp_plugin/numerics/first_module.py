@@ -6,7 +6,7 @@
 
     in a forward hook, compute the largest magnitude of each input and output on the device
 
-    in a backward hook, compute the largest magnitude of the gradients of the outputs on the device
+    in a backward hook, compute on the device the largest magnitude of the gradients of the outputs
 
     if a step with hooks is skipped, copy the magnitudes to the CPU, in the order of computation
 

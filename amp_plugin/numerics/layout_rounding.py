@@ -161,7 +161,7 @@ class _Judge:
         return swept[number] if number >= 0 else 0.0
 
     def _best(self, match: Match, usual: float, allowed: float) -> Combined:
-        """Return the first way of combining the pieces whose result is close to the single-process result.
+        """Return the first way of combining the pieces that gives a result close to the single-process result.
 
         The relative difference from the single-process result must be at most ``usual``. If every way of
         combining the pieces gives a larger difference, return the way with the smallest difference.
@@ -196,7 +196,7 @@ def _of_signs(record: OpRecord, inputs: float) -> float:
 
     Adam and similar optimizers divide each element of a gradient by the element's own magnitude. An element
     that is smaller than the gradient's rounding error may have the opposite sign in the other run. The
-    opposite sign changes this element's step by twice the step's size. If the fraction of elements with the
+    flipped sign changes this element's step by twice the step's size. If the fraction of elements with the
     opposite sign is ``inputs``, the two steps differ by 2 * sqrt(inputs), relative to the norm of one step.
     """
     if not _GOES_BY_SIGNS.search(record.op) or not record.held.norm or math.isinf(inputs):

@@ -126,7 +126,7 @@ class Site:
     @classmethod
     def here(cls, op: str, module: str) -> Site:
         """Return the place in the source code where the running op was called."""
-        # torch.is_autocast_enabled() is always False inside an op, so the nesting depth is read.
+        # torch.is_autocast_enabled() is always False inside an op, so the nesting depth is read instead.
         depth = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
         return cls(op, module, *called_from(), depth > 1)

@@ -67,7 +67,7 @@ _OF_DTYPES: Final = re.compile(
     rf"{_REFUSES.pattern}|\bdtypes?\b|scalar type|\b(Half|BFloat16|b?float16)\b|HalfTensor|BFloat16Type"
 )
 
-# Maps part of a scaler's error message to (method, when it was called, code of the mistake).
+# Maps part of a scaler's error message to (method, when it was called, error code).
 _ORDERS: Final = {
     "unscale_() is being called after step()": (
         "unscale_()",

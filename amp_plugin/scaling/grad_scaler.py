@@ -432,8 +432,8 @@ class GradScaler(TorchNames):
         Args:
             optimizer: The optimizer, after its step.
             wait: If True, the host waits for the device after a one-pass or fused step on a GPU (a host
-                sync). If False, the host never waits, and may learn about one step late that a step was
-                skipped. In that case ``landed`` returns False after a later step instead. It still returns
+                sync). If False, the host never waits, and may find out about a skipped step one
+                step late. In that case ``landed`` returns False after a later step instead. It still returns
                 False exactly once for each skipped step.
 
         Raises:

@@ -191,7 +191,7 @@ def first_float16(params: list[Tensor]) -> Tensor | None:
 def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
     """Group the gradients of ``params``, so that one kernel call can process all gradients of a group.
 
-    Some gradients in ``.grad`` are first replaced by a tensor that a kernel can process. A Partial DTensor is
+    Some gradients in ``.grad`` are first replaced by tensors that a kernel can process. A Partial DTensor is
     reduced, a float16 COO tensor is coalesced, and a lazily conjugated or negated tensor is resolved.
     """
     found: dict[tuple[torch.device, ShardLayout | None, Any], tuple[list[Tensor], list[Tensor]]] = {}

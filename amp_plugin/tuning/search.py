@@ -100,7 +100,7 @@ class Search:
         default: The op rules from which the search starts.
         goal: What the search reduces.
         budget: The fraction by which the gradient error may grow, such as 0.05. For the goal "accuracy", the
-            fraction by which the bytes saved for the backward pass, and the bytes that are cast, may grow.
+            fraction by which two counts may grow: the bytes saved for the backward pass, and the bytes cast.
     """
 
     def __init__(

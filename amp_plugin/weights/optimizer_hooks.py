@@ -161,7 +161,7 @@ class OptimizerHooks:
             )
 
     def warn_of_halves(self, optimizer: Optimizer) -> None:
-        """Warn if the optimizer steps trainable 16-bit parameters that ``store_weights`` has not stored.
+        """Warn if the optimizer updates trainable 16-bit parameters that ``store_weights`` has not stored.
 
         Small updates of these parameters are rounded away. The warning is repeated only if the number of
         these parameters has grown.

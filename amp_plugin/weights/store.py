@@ -91,8 +91,8 @@ def store_weights(
 
     Args:
         model: A model in float32, bfloat16 or float16, on any device. If FSDP2 shards the model, the model
-            must be in float32. All weights that FSDP2 gathers in 16 bits are then stored, including those of
-            norms and embeddings.
+            must be in float32. In that case, all weights that FSDP2 gathers in 16 bits are also
+            stored in 16 bits, including those of norms and embeddings.
         *optimizers: Optimizers of any class that update the model's parameters.
         weights: Which weights are stored, and how. ``"bf16"`` turns each weight that autocast would cast
             (Linear, convolutions, attention projections) into a bfloat16 weight and a 16-bit remainder, which

@@ -1,7 +1,7 @@
 """FabricAmpPrecision translates calls from Lightning's Fabric into calls to a Session.
 
 Fabric does not tell a plugin its device, so the plugin takes the device from the strategy when a module is
-set up. Fabric also does not tell a plugin when an iteration ends, so a pending update of the loss scale is
+set up. Nor does Fabric tell a plugin when an iteration ends, so a pending update of the loss scale is
 applied when the next loss is scaled.
 """
 

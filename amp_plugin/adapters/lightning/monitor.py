@@ -167,7 +167,7 @@ class Monitor:
     def _measure(self, trainer: Any, pl_module: Any, at_least: int) -> None:
         """Count the bytes of memory per parameter.
 
-        Nothing is counted before at least ``at_least`` optimizers have stepped.
+        Counting starts once ``at_least`` or more optimizers have stepped.
         """
         if self.weight_bytes is not None or self._has_failed or len(self._have_stepped) < max(1, at_least):
             return
