@@ -221,8 +221,8 @@ def judge_step_(
 
     The value of a step is ``sum(values)``. The limit is the mean of earlier values, plus ``sigma`` times the
     larger of the standard deviation and ``least_deviation * |mean|``. A step is a spike if its value is above
-    the limit or NaN. A step does not count as a spike if it is one of the first ``warmup`` steps, if a gradient
-    overflowed, or if ``held`` is 1. A spike has one of these effects:
+    the limit or NaN. A step does not count as a spike if it is one of the first ``warmup`` steps, if a
+    gradient overflowed, or if ``held`` is 1. A spike has one of these effects:
 
     - Action 0, skip: The step is skipped.
     - Action 1, clip: The gradients are multiplied by ``min(1, mean / (norm + 1e-6))``.

@@ -161,7 +161,7 @@ class _Judge:
         return swept[number] if number >= 0 else 0.0
 
     def _best(self, match: Match, usual: float, allowed: float) -> Combined:
-        """Return the first way of combining the pieces that gives a result close to the single-process result.
+        """Return the first way to combine the pieces that gives a result close to the single-process result.
 
         The relative difference from the single-process result must be at most ``usual``. If every way of
         combining the pieces gives a larger difference, return the way with the smallest difference.
