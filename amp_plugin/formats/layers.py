@@ -358,8 +358,8 @@ class LayerInput:
         Return the new arguments if the input was cast, else None.
 
         Raises:
-            ValueError: The layer is in training mode, and the number of rows of its input is not a multiple of
-                the number that the format requires.
+            ValueError: The layer is in training mode, and the number of rows of its input is not a multiple
+                of the number that the format requires.
         """
         x = args[0] if args else None
         if not isinstance(x, Tensor):
