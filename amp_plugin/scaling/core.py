@@ -146,8 +146,10 @@ class ScalerCore:
 
         An optimizer that does not need to step is not checked again until the next backward pass.
         """
-        waiting = self._may_delay_update
-        while waiting and not ((state := self._states.get(waiting[-1])) and state.delays_update()):
+        waiting, is_alone = self._may_delay_update, len(self._states) == 1
+        while waiting and not (
+            (state := self._states.get(waiting[-1])) and state.delays_update(is_alone=is_alone)
+        ):
             waiting.pop()
         return bool(waiting)
 

@@ -189,11 +189,14 @@ class OptimizerState:
         """Return the loss scales that the gradients carry; None stands for unscaled gradients."""
         return {scale for scale, _, _ in self.parts()}
 
-    def delays_update(self) -> bool:
-        """Return whether this optimizer must step before the loss scale changes.
+    def delays_update(self, *, is_alone: bool) -> bool:
+        """Return whether this optimizer must step before the loss scale changes. All ranks return the same.
 
-        All ranks return the same.
+        If there are several optimizers, one whose gradients were unscaled must still step. Otherwise, the
+        loss scale would change twice if all of them are clipped before the first one steps.
         """
+        if not is_alone and self._used[0] is OptState.UNSCALED:
+            return True
         return self.is_awaited if self.spans_ranks else bool(self.ledger.waits())
 
     def parameter_names(self) -> list[str]:

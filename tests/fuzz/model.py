@@ -123,6 +123,7 @@ class Window:
     noted: set[str] = field(default_factory=set)
     checked: str = NO  # a gradient was checked; MAYBE if only through another optimizer, or before an update
     skipped: int = 0  # skipped steps so far
+    must_step: bool = False  # its gradients may have been unscaled since its last step
 
 
 class Model:
@@ -284,6 +285,8 @@ def update_waits(model: Model) -> bool | None:
     specified.
     """
     states = set()
+    if len(model.known) > 1 and any(model.windows[o].must_step for o in model.known):
+        states.add(None)
     for o in model.known:
         for index in model.present(model.members[o]):
             pending = model.gradients[index].pending

@@ -162,6 +162,7 @@ class Oracle(Model):
         window = self.windows[o]
         self.check(o)
         window.stages = {"stepped", "unscaled"} if window.stages == {"stepped"} else {"unscaled"}
+        window.must_step = True
         window.explicit = window.explicit or explicit
         window.fresh = NO if explicit or window.fresh == NO else MAYBE
         for index in self.members[o]:

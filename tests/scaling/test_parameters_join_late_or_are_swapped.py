@@ -113,7 +113,9 @@ def test_an_update_after_each_optimizer_asks_few_others(monkeypatch):
     optimizers, asked, is_pending = sgds(*([param] for param in params)), [], OptimizerState.delays_update
     scaler = fresh(*optimizers)
     monkeypatch.setattr(
-        OptimizerState, "delays_update", lambda state: asked.append(state) or is_pending(state)
+        OptimizerState,
+        "delays_update",
+        lambda state, **options: asked.append(state) or is_pending(state, **options),
     )
     scaler.scale(sum(params).sum()).backward()
     for optimizer in optimizers:
