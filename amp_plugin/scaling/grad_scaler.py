@@ -74,8 +74,8 @@ class GradScaler(TorchNames):
         scale(loss)       Apply a requested update, and return the loss times the loss scale.
         backward()        First, rescale gradients of earlier backward passes to the loss scale of this pass.
         step(optimizer)   Unscale the gradients, and step if all gradients on all ranks are finite.
-        update()          Request an update. The loss scale changes once all registered optimizers have
-                          used their scaled gradients. end_iteration(), get_scale() and the next scale()
+        update()          Request an update. The loss scale changes once all registered optimizers with new
+                          gradients have stepped. end_iteration(), get_scale() and the next scale()
                           change the loss scale at once, and multiply unused scaled gradients by new/old.
 
     Args:

@@ -27,7 +27,8 @@ changes the records. ``begin_backward`` records that gradients are multiplied by
 - If a backward pass runs after ``unscale_`` but before the step and ``update()``, the gradients of that
   optimizer are unscaled again when the pass ends.
 - ``update()`` is a request. The LossScale S takes its new value once ``waits()`` is False for every
-  optimizer, or at the latest just before the next loss is scaled.
+  optimizer, or at the latest just before the next loss is scaled. If there are several optimizers, an
+  optimizer that has called ``unscale_`` must also step first.
 - If a gradient overflows, the next update lowers the loss scale of every loss that contributed to the
   gradient.
 - The last row of the table, ``assume_scaled``, applies if an optimizer unscales or steps again after its own

@@ -4,7 +4,7 @@ Only a backward pass from a scaled loss produces scaled gradients. The version c
 show whether a backward pass or a clip has changed it. Therefore a hook on the scaled loss records each
 backward pass. The hook runs before the pass computes the gradient of any parameter.
 
-``update()`` is a request. The scale changes once no gradient depends on the old scale.
+``update()`` is a request. The scale changes once no optimizer still has to step with the old scale.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ READS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # by scipy 1.15
 @pytest.mark.parametrize("name", READS)
 def test_a_read_is_listed_once_with_op_and_line(name):
     diagnosis = trained_then(READS[name])
