@@ -35,9 +35,9 @@ def config_from_command_line(
 
     Args:
         schema: A dataclass with a type and a default for each key.
-        default: The YAML file that is used if ``--config`` is not given, relative to the root of the
-            repository.
-        about: The description of the program that ``--help`` shows.
+        default: The path of the YAML file that is used if ``--config`` is not given. The path is relative to
+            the root of the repository.
+        about: The program description that ``--help`` shows.
         arguments: The command-line arguments. None means the arguments of this process.
         program: The name of the program in ``--help`` and errors. None means the name of the script that this
             process runs.

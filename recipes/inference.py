@@ -1,4 +1,4 @@
-"""Compare the predictions of a trained model in lower precision with its predictions in fp32.
+"""Compare a trained model's predictions when it runs in lower precision with its predictions in fp32.
 
     python -m recipes run inference [precision=bf16] [key=value ...]
 

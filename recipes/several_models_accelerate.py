@@ -1,4 +1,4 @@
-"""Train two models, each with its own optimizer, on joint losses in Accelerate.
+"""With Accelerate, train two models on joint losses, each model with its own optimizer.
 
     python -m recipes run several_models_accelerate [precision=bf16] [key=value ...]
 

@@ -433,8 +433,8 @@ class TrainingRecord:
         half_widths: Half the width of the band around each line of ``compared``, for each step. The dict has
             the same structure as ``compared``.
         pictures: Maps a file name to a grid of gray images, ``[rows, columns, height, width]`` in [0, 1].
-        histograms: Maps the file name of each histogram to the label of its logarithmic axis and the numbers
-            to count.
+        histograms: Maps the file name of each histogram to the label of the logarithmic axis and the values
+            to plot.
     """
 
     title: str

@@ -4,8 +4,9 @@
 
 This is the Accelerate version of ``wgan_gp.py``. AmpAccelerator computes the gradient penalty, and accepts
 ``inputs=`` in the generator's backward pass. Models prepared by the accelerator need no ``with autocast``,
-because every call runs in its own autocast region. Because the critic's three calls run in three regions,
-their gradients are added in fp32, and differ from those in ``wgan_gp.py`` by rounding.
+because every call runs in its own autocast region. The critic is called three times, in three separate
+regions, so the gradients of the three calls are added in fp32. These gradients differ from the gradients in
+``wgan_gp.py`` by rounding errors.
 """
 
 from __future__ import annotations

@@ -11,18 +11,18 @@
 
     G = mean |recorded - exact|
 
-    floor = sqrt(F^2 + min(F, G)^2), the expected distance between two independent roundings of this size
+    floor = sqrt(F^2 + min(F, G)^2), the expected gap if trainer and generator round independently
 
     repeat the next step as long as it reduces the gap:
-        emulate the rounding that brings the trainer closest to the recorded log-probabilities
+        emulate the rounding step that brings the trainer's log-probabilities closest to the recorded ones
 
     run the trainer's head in fp32, and search for the smallest set of fp32 rules that reduces the gap
 
-    accept a cause if removing it reduces the gap by at least a tenth, and by more than chance explains
+    accept a cause if removing it reduces the gap by at least a tenth, and by more than chance would explain
 
     if no cause is accepted and mean |trainer - recorded| <= 1.2 * floor, rounding alone explains the gap
 
-The file emulated_rounding.py emulates roundings, and search.py searches for fp32 rules.
+The file emulated_rounding.py emulates rounding steps, and search.py searches for fp32 rules.
 
 The gap can be smaller than ``floor`` if the trainer and the generator round at the same places. The search
 for causes therefore continues until the gap is below a twentieth of ``floor``.
@@ -55,10 +55,10 @@ from amp_plugin.tuning.workload import used_ops
 
 _WORTH: Final = 0.9  # removing a cause must reduce the gap to less than this fraction of its former size
 _NEGLIGIBLE: Final = 0.05  # the search stops when the gap is below this fraction of ``floor``
-# Of the emulated roundings that leave a gap within this factor of the smallest gap, the simplest is chosen.
+# Of the rounding steps that leave a gap within this factor of the smallest gap, the simplest is chosen.
 _NEAR: Final = 1.05
 _MOST_CAUSES: Final = 6
-_SEARCHED: Final = 4  # the search tries roundings and op rules on this many batches
+_SEARCHED: Final = 4  # the search tests each rounding step and each op rule on this many batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,10 +251,13 @@ def _causes_of_record(asked: Trainer, sampling: Sampling) -> Iterator[Cause]:
 def _search_generator(
     trainer: Trainer, least: float, on_try: Callable[[str], object], *, suspects: Sequence[Suspect]
 ) -> tuple[Trainer, list[Cause]]:
-    """Emulate, one by one, the roundings that bring the trainer closest to the recorded log-probabilities.
+    """Search the generator for causes of the gap, by emulating its suspected rounding steps in the trainer.
+
+    Each round adds the rounding step that brings the trainer's log-probabilities closest to the recorded
+    ones.
 
     Returns:
-        The trainer that emulates the added roundings, and the causes that were found.
+        The trainer that emulates the added rounding steps, and the causes that were found.
     """
     causes: list[Cause] = []
     left = trainer.distances()
@@ -285,7 +288,7 @@ def _search_trainer(
     head: nn.Linear | None,
     ops: Sequence[str],
 ) -> tuple[Trainer, list[Cause]]:
-    """Search for the causes of the gap in the trainer.
+    """Search the trainer for causes of the gap.
 
     If running the head in fp32 reduces the gap, the head stays in fp32. Then a search adds fp32 op rules that
     reduce the gap further.
@@ -319,7 +322,7 @@ def _search_trainer(
 
 
 def _is_nearer(distances: Tensor, than: Tensor) -> bool:
-    """Return True if the gap fell by at least a tenth, and by more than chance explains.
+    """Return True if the gap fell by at least a tenth, and by more than chance would explain.
 
     Chance is ruled out if the mean difference is at least four times its standard error.
     """

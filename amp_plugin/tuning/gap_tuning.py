@@ -53,7 +53,7 @@ class GapTuning:
             log-probabilities computed without rounding.
         sampling: The temperature and top-p with which the recorded log-probabilities were computed.
         causes: The causes, the largest first.
-        explained: The mean gap if the trainer uses ``rules`` and emulates the generator's roundings.
+        explained: The mean gap if the trainer uses ``rules`` and emulates the generator's rounding steps.
         rules: The op rules for the trainer.
         changes: The op rules that differ from the default rules.
         fp32_modules: The modules of the trainer that must run in fp32 to close the gap. Only the head can be

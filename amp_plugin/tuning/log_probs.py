@@ -1,8 +1,8 @@
 """Compute log-probabilities of sampled tokens, and compare them with recorded log-probabilities.
 
-A generator may record the log-probability of a token before or after it divides the logits by the
-temperature. A generator may also record the log-probability before or after it drops the tokens outside
-top-p. The search below finds out from the recorded log-probabilities what the generator did.
+A generator may record the log-probability of a token either before or after it divides the logits by the
+temperature. A generator may drop the tokens outside top-p either before or after it records the
+log-probability. The search below finds out from the recorded log-probabilities what the generator did.
 
 ::
 

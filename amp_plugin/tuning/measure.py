@@ -68,7 +68,10 @@ class Measurement:
         return sum(not math.isfinite(error) for error in self.errors)
 
     def first(self, batches: int) -> Measurement:
-        """Return a copy with only the gradient errors of the first batches. The byte counts do not change."""
+        """Return a copy that keeps the gradient errors of only the first ``batches`` batches.
+
+        The byte counts do not change.
+        """
         return replace(self, errors=self.errors[:batches], mean_errors=self.mean_errors[:batches])
 
     def cost(self, goal: SearchGoal) -> float:
@@ -80,8 +83,7 @@ class Measurement:
         """Return the measured gradient error divided by the gradient error with the default op rules.
 
         The result is the larger of the ratios for ``error`` and ``mean_error``. If the goal is ``"accuracy"``
-        or ``"gap"``, bytes are compared instead of gradient errors. The result is then the larger of the
-        ratios for ``saved_bytes`` and ``cast_bytes``.
+        or ``"gap"``, the result is instead the larger of the ratios for ``saved_bytes`` and ``cast_bytes``.
         """
         is_exactness = goal in {"accuracy", "gap"}
         names = ("cast_bytes", "saved_bytes") if is_exactness else ("error", "mean_error")
@@ -203,7 +205,7 @@ class Trials:
         return len(self._references)
 
     def measure(self, rules: OpRules, *, batches: int | None = None) -> Measurement:
-        """Return the measurement of a set of op rules on the first ``batches`` batches, by default all."""
+        """Measure a set of op rules on the first ``batches`` batches, or on all batches by default."""
         errors: list[tuple[float, float]] = []
 
         def compare(gradients: Gradients, _: float) -> None:

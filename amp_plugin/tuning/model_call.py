@@ -25,9 +25,10 @@ def logits_of(output: Any, tokens: Tensor, *, are_all: bool = True) -> Tensor | 
 
     Args:
         output: The output of a model.
-        tokens: The token ids that the model was given, of shape (sequences, longest).
-        are_all: True if the output must have logits for every token. If False, logits for some tokens of each
-            sequence are enough.
+        tokens: The token ids that the model was given, of shape (number of sequences, length of the longest
+            sequence).
+        are_all: True if the output must have logits for every token. If False, the output may have logits for
+            only some tokens of each sequence.
     """
     found = output
     if not isinstance(output, Tensor):
@@ -50,7 +51,7 @@ class ModelCall:
         model: The module that was called.
         device: The device of the token ids.
         step: A function that calls the model with other token ids and returns its output. The token ids are
-            int64 of shape (sequences, longest).
+            an int64 tensor of shape (number of sequences, length of the longest sequence).
     """
 
     model: nn.Module

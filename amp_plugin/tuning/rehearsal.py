@@ -72,7 +72,7 @@ class Layer:
         sides: ``out_features`` and ``in_features``.
         rows: The number of rows of the layer's inputs, added up over all calls to the layer in a batch.
         largest: The largest magnitude in the inputs of the layer.
-        losses: Maps each format to the layer's errors in this format. A format is missing if its kernels
+        losses: Maps each format to the layer's errors in this format. A format has no entry if its kernels
             cannot handle the layer's sizes.
     """
 
@@ -112,7 +112,7 @@ class Rehearsal:
 
     @property
     def cost(self) -> float:
-        """The cost of the chosen formats, relative to all layers in bf16.
+        """The cost of the chosen formats, relative to the cost with all layers in bf16.
 
         The cost of a layer is its number of FLOPs divided by the speed of its format.
         """

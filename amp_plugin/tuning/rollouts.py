@@ -99,8 +99,9 @@ class RolloutBatch:
     """Sequences of a rollout as tensors.
 
     Attributes:
-        tokens: Prompts and sampled tokens, int64 of shape (sequences, longest). Shorter sequences are padded
-            with 0 on the right, which does not change the results of a causal model.
+        tokens: Prompts and sampled tokens, int64 of shape (number of sequences, length of the longest
+            sequence). Shorter sequences are padded with 0 on the right, which does not change the results of
+            a causal model.
         places: Two tensors with one number per sampled token, int64 of shape (sampled tokens,). For each
             sampled token, the first tensor holds the index of the sequence to which the token belongs. For
             each sampled token, the second tensor holds the position whose logits predict the token.

@@ -6,7 +6,7 @@ on the first batch, try each rule of each used op by itself, with default rules 
 
 on half of the batches, go through the rules that lowered the cost, from the largest saving to the smallest
 
-    add the rule to the chosen rules if they then stay within the budget and cost less
+    add the rule to the chosen rules if the new set stays within the budget and costs less than the old one
 
 go through the rules up to three times, until no more rules are added
 
@@ -99,8 +99,8 @@ class Search:
         batches: The largest number of batches to measure.
         default: The op rules from which the search starts.
         goal: What the search reduces.
-        budget: The fraction by which the gradient error may grow, such as 0.05. For the goal "accuracy", the
-            fraction by which two counts may grow: the bytes saved for the backward pass, and the bytes cast.
+        budget: The fraction by which the gradient error may grow, such as 0.05. For the goal "accuracy", it
+            is the fraction by which the bytes saved for the backward pass and the bytes cast may grow.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""List roundings that a generator may perform but its trainer does not, and emulate them in the trainer."""
+"""List rounding steps that a generator may take but its trainer does not, and emulate them in the trainer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _ATTENTION_SETTINGS: Final = {
 def suspects_of(
     found: Mapping[OpPlace, tuple[int, ...]], head: OpPlace | None, dtype: torch.dtype
 ) -> list[Suspect]:
-    """Return the roundings that a generator may perform at places where the trainer does not round.
+    """Return the rounding steps that a generator may take at places where the trainer does not round.
 
     Args:
         found: The ops of the trainer whose results are wider than ``dtype``, in the order of execution. The
@@ -111,7 +111,7 @@ def _groups(found: Mapping[OpPlace, tuple[int, ...]], short: str) -> Iterator[Su
 
 
 def emulated(suspects: Sequence[Suspect], dtype: torch.dtype) -> Iterator[AbstractContextManager[object]]:
-    """Yield context managers that emulate the suspected roundings to ``dtype`` in the trainer."""
+    """Yield context managers that emulate the suspected rounding to ``dtype`` in the trainer."""
     places = {place for suspect in suspects for place in suspect.places}
     attention = {suspect.attention for suspect in suspects if suspect.attention}
     if places:

@@ -33,13 +33,15 @@ from amp_plugin.tuning.suspects import Suspect, emulated
 _MOST_LOGITS: Final = 1 << 26
 
 Step = Callable[[Tensor], object]
-"""A function from token ids, shape (sequences, longest), to logits, shape (sequences, longest,
-vocabulary)."""
+"""A function that takes token ids of shape (sequences, length) and returns logits.
+
+``length`` is that of the longest sequence. The logits have the shape (sequences, length, vocabulary).
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trainer:
-    """A trainer's step on a rollout, optionally with changed op rules or emulated roundings.
+    """A trainer's step on a rollout, optionally with changed op rules or emulated rounding steps.
 
     Each run starts from the same state.
 
@@ -52,8 +54,8 @@ class Trainer:
             setting is a tensor, it has one number for each sampled token of all batches.
         changes: Changes to the op rules.
         head: The Linear layer that runs in fp32, or None.
-        emulated: Suspected roundings in the generator. The trainer rounds in the same places.
-        dtype: The dtype to which results are rounded if a rounding is emulated.
+        emulated: Suspected rounding steps of the generator. The trainer rounds in the same places.
+        dtype: The dtype to which results are rounded when a rounding step is emulated.
     """
 
     step: Step
@@ -80,12 +82,12 @@ class Trainer:
         return torch.cat([batch.recorded for batch in self.batches])
 
     def log_probs(self) -> Tensor:
-        """Return the log-probabilities, in float64, with the changed op rules and the emulated roundings."""
+        """Return float64 log-probabilities under the changed op rules and the emulated rounding steps."""
         with self._changed():
             return self.scores()
 
     def exact(self) -> Tensor:
-        """Return the log-probabilities that the unchanged trainer would have without rounding, in float64."""
+        """Return the unchanged trainer's log-probabilities, computed in float64 to avoid rounding errors."""
         device = self.default.device_type
         shadow = ShadowRun(dtype=widest_float(torch.device(device)))
         with rules_on_trial(rules_without_16_bits(device)), shadow:
@@ -110,13 +112,13 @@ class Trainer:
         return torch.cat(found)
 
     def gap(self) -> GapNumbers:
-        """Return the gap between the changed trainer and the recorded log-probabilities."""
+        """Return the gap between the changed trainer's log-probabilities and the recorded ones."""
         return GapNumbers.of(self.log_probs(), self.recorded())
 
     def distances(self) -> Tensor:
         """Return |trainer - recorded|, the absolute difference of the log-probabilities of each token.
 
-        All differences are inf if the step fails with the changed op rules or the emulated roundings.
+        All differences are inf if the step fails with the changed op rules or the emulated rounding steps.
         """
         recorded = self.recorded()
         try:
@@ -136,7 +138,7 @@ class Trainer:
         return Measurement(saved_bytes=0.0, cast_bytes=cast, errors=(size,), mean_errors=(gap.p99,))
 
     def seconds(self) -> float:
-        """Return the median time in seconds of a forward and backward pass of one batch."""
+        """Return the median time in seconds of a forward and backward pass over one batch."""
         taken: list[float] = []
         with torch.enable_grad(), self._changed():
             self.run(lambda *measured: taken.append(measured[-1]))
@@ -165,7 +167,7 @@ class Trainer:
         )
 
     def places(self) -> EmulatedRounding:
-        """Find the ops whose results are wider than ``dtype`` in the first batch."""
+        """In the first batch, find the ops whose results are wider than ``dtype``."""
         region = EmulatedRounding(self.dtype)
         with region:
             self.first(1).log_probs()
@@ -173,7 +175,7 @@ class Trainer:
 
     @contextmanager
     def _changed(self) -> Iterator[None]:
-        """In a ``with`` block, use the changed op rules, run ``head`` in fp32, and emulate the roundings."""
+        """In a ``with`` block, use the changed op rules, run ``head`` in fp32, and emulate rounding."""
         with ExitStack() as stack:
             for block in (
                 rules_on_trial(self.rules),

@@ -34,9 +34,9 @@ class Tuning:
     Attributes:
         rules: The chosen rules. If the search found no better rules, the default rules are kept.
         goal: The goal of the search.
-        budget: The fraction by which the gradient error was allowed to grow. With the goal ``"accuracy"``,
-            the budget instead limited the growth of two numbers, the bytes stored for the backward pass and
-            the bytes cast.
+        budget: The fraction by which the gradient error was allowed to grow. With the goal ``"accuracy"``, it
+            is the fraction by which the bytes saved for the backward pass and the bytes cast were allowed to
+            grow.
         reference: The dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
         before: The measurement of the default rules on all batches.
         after: The measurement of the chosen rules on all batches.
@@ -49,9 +49,9 @@ class Tuning:
             budget.
         is_followed: False if op rules have no effect, because autocast is off or each autocast block has its
             own rules.
-        jump: A sentence that names the op at which the accumulated error jumps under the default rules. Lines
-            of code that compute this op's module in fp32 follow. ``jump`` is empty if no op stands out, or if
-            the goal is not ``"accuracy"``.
+        jump: A sentence that names the op at which the accumulated error jumps under the default rules,
+            followed by lines of code that make this op's module compute in fp32. ``jump`` is empty if no op
+            stands out, or if the goal is not ``"accuracy"``.
     """
 
     rules: OpRules
@@ -193,10 +193,10 @@ def tune(
     states.
 
     With ``goal=Gap(rollout)``, the function finds out why the log-probabilities of a trainer differ from
-    those that a generator recorded, and which changes close the gap. For this goal, ``step`` takes token ids,
-    int64 of shape (sequences, longest). ``step`` returns logits of shape (sequences, longest, vocabulary), or
-    an object with ``.logits``, and runs no backward pass. The arguments ``batches``, ``budget`` and
-    ``reference`` have no effect with a ``Gap``.
+    those that a generator recorded, and which changes close the gap. For this goal, ``step`` takes int64
+    token ids of shape (sequences, length), where ``length`` is that of the longest sequence. ``step`` returns
+    logits of shape (sequences, length, vocabulary), or an object with ``.logits``, and runs no backward pass.
+    The arguments ``batches``, ``budget`` and ``reference`` have no effect with a ``Gap``.
 
     Args:
         step: A function that runs the forward and backward pass on a batch, in an autocast region without
@@ -212,9 +212,8 @@ def tune(
             bytes that are cast. ``"accuracy"`` makes gradients finite with a minimal set of fp32 ops, and
             reduces the error of gradients that are already finite. ``Gap(rollout)`` brings a trainer's
             log-probabilities closer to those of its generator.
-        budget: The fraction by which the gradient error may grow. With the goal ``"accuracy"``, the
-            budget instead limits the growth of two numbers, the bytes stored for the backward pass and the
-            bytes cast.
+        budget: The fraction by which the gradient error may grow. With the goal ``"accuracy"``, it is the
+            fraction by which the bytes saved for the backward pass and the bytes cast may grow.
         reference: The dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
         progress: True shows a progress bar.
 

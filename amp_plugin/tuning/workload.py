@@ -273,7 +273,7 @@ def used_ops(run: Callable[[], object], rules: OpRules) -> list[str]:
 
 
 def _is_outermost(event: FunctionEvent) -> bool:
-    """Return whether a profiler event is an op of the forward pass that no other op called."""
+    """Return whether a profiler event is a top-level op of the forward pass, not called by another op."""
     parent = event.cpu_parent
     while parent is not None:
         if "::" in parent.name or parent.name.startswith(_NOT_FORWARD):

@@ -42,7 +42,7 @@ class CompressedState(DecodedTensor):
     state are lost.
     """
 
-    # The stored values, as a bfloat16 tensor of the same shape and strides or as 8-bit codes in memory order.
+    # A bfloat16 tensor with the shape and strides of the state, or a tensor of 8-bit codes in memory order.
     kept: Tensor
     # True for first moments, which can be negative. Second moments cannot.
     signed: bool
@@ -68,8 +68,8 @@ class CompressedState(DecodedTensor):
             name: The name of the state in the optimizer, such as ``"exp_avg"``.
             step: The step count, which determines the random numbers for stochastic rounding of second
                 moments. If ``step`` is None, second moments are rounded to nearest.
-            loaded: True if ``value`` may have been decoded from 8-bit codes. With ``loaded=True``, decoded
-                values get the same 8-bit codes as before.
+            loaded: True if ``value`` may have been decoded from 8-bit codes. With ``loaded=True``, values
+                that were decoded from 8-bit codes are encoded to exactly those codes again.
         """
         dense = torch.empty_like(value).copy_(value)
         flat, signed, drawn = in_memory_order(dense), name in _SIGNED, None

@@ -25,7 +25,7 @@ def is_unit(module: nn.Module) -> bool:
 def weights_of_unit(unit: Any) -> list[Any]:
     """Return torch's records (``FSDPParam``) of the weights that one FSDP2 unit gathers."""
     state = unit._get_fsdp_state()
-    # Before torch 2.12 an FSDP2 unit has one parameter group. Later it can have several.
+    # Before torch 2.12 an FSDP2 unit has one parameter group. From torch 2.12 on, it can have several.
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [weight for group in groups if group is not None for weight in group.fsdp_params]
 

@@ -38,7 +38,7 @@ from amp_plugin.weights.weight import (
 )
 
 _Group = dict[str, Any]
-# One op call of a step, as a tuple of its function, its hyperparameters and the learning rate.
+# One op call made by a step, as a tuple of the op's function, its hyperparameters and the learning rate.
 # The learning rate is None unless it is a tensor on a GPU.
 _Part = tuple[Callable[..., None], list[float], Tensor | None]
 
@@ -166,7 +166,7 @@ def take_bare_step(optimizer: Optimizer) -> list[Tensor]:
     optimizer's own step needs the decompressed states of all parameters at the same time.
 
     Returns:
-        The parameters that were stepped. The caller hides the gradients of the returned parameters, so that
+        The parameters that were updated. The caller hides the gradients of the returned parameters, so that
         the optimizer's own step does nothing. The list is empty if the step cannot be taken in one pass.
     """
     if takes_own_step(optimizer) or why_not(optimizer):
@@ -197,10 +197,10 @@ class _Row:
             a leading dot names an attribute of the optimizer. ``fixed`` is None for torch's own optimizer
             classes, whose options are all known.
         ignored: Options that do not change the result of a step.
-        schedule: A function that computes the options that a step changes, such as a step count, and other
-            numbers that the rule needs. With a ``schedule``, one-pass steps are possible only on the CPU,
-            because the host must know immediately whether a step was skipped. The function raises ValueError
-            if the step cannot be taken in one pass.
+        schedule: A function that computes the numbers that the rule needs, including numbers that change at
+            each step, such as the step count. With a ``schedule``, one-pass steps are possible only on the
+            CPU, because the host must know immediately whether a step was skipped. The function raises
+            ValueError if the step cannot be taken in one pass.
         call: A function that takes the tensors and the parameter group, and returns another function that
             takes the step. A step is one op, or several ops with torch's own computations between the ops.
         why_not: A function that returns the reason why this torch release does not support the class, or
@@ -236,7 +236,7 @@ class _Row:
         return ""
 
 
-# In ``fixed``, _OWN stands for the function that has the option's name in the optimizer's own module.
+# In ``fixed``, _OWN stands for the function in the optimizer's module that has the same name as the option.
 _OWN: Final = object()
 _COUNTS: Final = ("step",)
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -454,7 +454,7 @@ def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tenso
 def _and_rounded(
     call: Callable[..., None], optimizer: Optimizer, params: list[Tensor], masters: list[Tensor]
 ) -> Callable[..., None]:
-    """Return a function that steps the float32 copies, and then stores them with stochastic rounding."""
+    """Return a function that updates the float32 copies, and then stores them with stochastic rounding."""
 
     def run(
         numbers: list[float], lr: Tensor | None, divisor: Tensor | None, found_inf: Tensor | None

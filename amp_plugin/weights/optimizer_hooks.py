@@ -1,10 +1,10 @@
 """Makes 16-bit stored parameters float32 while an optimizer steps or loads a state dict.
 
 - In ``step()`` and ``load_state_dict()``, parameters and states are float32.
-- Inside a closure that ``step()`` calls, parameters are in 16 bits again, with the values that the step has
-  written so far.
-- After a step that raises an error, parameters stay float32 until the next step, with the values written so
-  far.
+- Inside a closure that ``step()`` calls, parameters are in 16 bits again. They keep the values that the step
+  has written so far.
+- After a step that raises an error, parameters keep the values written so far, and stay float32 until the
+  next step.
 
 Torch's own optimizer hooks convert the parameters, so that optimizers of any class work unchanged. Nothing is
 added to the state of an optimizer.
@@ -43,9 +43,9 @@ _takes_steps: list[Callable[[Optimizer], list[Tensor]]] = []
 
 
 def take_steps_by(take: Callable[[Optimizer], list[Tensor]]) -> None:
-    """Register a function that steps optimizers with compressed states in one pass.
+    """Register a function that takes one-pass steps for optimizers whose states are compressed.
 
-    The function returns the parameters that it has stepped. The module one_pass.py registers
+    The function returns the parameters that it has updated. The module one_pass.py registers
     ``take_bare_step`` when it is imported.
     """
     _takes_steps.append(take)
@@ -87,7 +87,7 @@ def _hooks_of(optimizer: Optimizer) -> OptimizerHooks:
 
 @cache
 def add_late_optimizers() -> None:
-    """Register a hook that calls ``add_optimizer`` when an optimizer first steps a stored parameter.
+    """Register a hook that calls ``add_optimizer`` when an optimizer first updates a stored parameter.
 
     The hook also covers optimizers that are created later. A second call to this function has no effect.
     """
@@ -230,7 +230,7 @@ class OptimizerHooks:
             self.close(optimizer, steps=1)
 
     def after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Replace compressed states in a state dict by ordinary tensors.
+        """In an optimizer's state dict, replace compressed states with ordinary tensors.
 
         If ``restore_weights`` was called before, the tensors in the state dict are float32.
         """
@@ -249,7 +249,7 @@ class OptimizerHooks:
             if any(isinstance(value, Tensor) and value.dim() > 0 for value in values):
                 # The frozen parameter has optimizer state, so it was trained before.
                 # A frozen 16-bit parameter gets its storage format when it becomes trainable.
-                # It becomes trainable for a moment here, so that its state can be loaded in float32.
+                # The parameter is made trainable temporarily, so that its state can be loaded in float32.
                 param.requires_grad_().requires_grad_(False)
         self._shown = show_fp32(params)
         load_entry_of_0_2(params, state_dict)
@@ -262,8 +262,8 @@ class OptimizerHooks:
     def _run_as_kept(self, optimizer: Optimizer, params: list[Tensor], closure: Callable[[], Any]) -> Any:
         """Run a closure on the 16-bit parameters.
 
-        During the first call to the closure, the optimizer's states are compressed. During later calls in the
-        same step, the optimizer's states are in float32.
+        During the first call to the closure, the optimizer's states are still compressed. If the step calls
+        the closure again, the optimizer's states are in float32 during that call.
         """
         self._hide()
         value = closure()
@@ -335,10 +335,10 @@ def _refuse(optimizer: Optimizer) -> None:
 def _widen_fresh_state(optimizer: Optimizer) -> None:
     """Convert to float32 any 16-bit state that the optimizer's constructor has just created.
 
-    A constructor fills each state tensor with a single number.
+    The optimizer's constructor fills each state tensor with one constant.
 
     Raises:
-        ValueError: The elements of a 16-bit state tensor differ from each other, so the optimizer has already
+        ValueError: The elements of a 16-bit state tensor differ, which means that the optimizer has already
             stepped or loaded a state dict.
     """
     for param in stored_params(_params(optimizer)):

@@ -1,7 +1,7 @@
 """Shards of stored parameters. FSDP2 gathers the 16-bit weights, and optimizers see float32 parameters.
 
-- The local tensor of the parameter is a StoredShard, which holds the 16-bit weight and its remainder.
-  The remainder holds the bits of the float32 value that the 16-bit weight lacks.
+- The local tensor of the parameter is a StoredShard, which holds the 16-bit weight and its remainder. The
+  remainder holds those bits of the float32 value that do not fit into the 16-bit weight.
 - An all-gather sends the 16-bit weight, through torch's hooks ``fsdp_pre_all_gather`` and
   ``fsdp_post_all_gather``.
 - The gathered weight is an ordinary 16-bit tensor.

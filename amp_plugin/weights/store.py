@@ -85,9 +85,9 @@ def store_weights(
     split into the 16-bit weight and the remainder again.
 
     The parameters stay the same objects. State dicts, copies and pickles are the same as for a float32 model.
-    Call ``store_weights`` before the first step and before DistributedDataParallel. If an optimizer is
-    created later, pass it to the ``add`` method of the returned store before the optimizer loads a state
-    dict. An optimizer that loads no state dict need not be passed to ``add``.
+    Call ``store_weights`` before the first step, and before you wrap the model in DistributedDataParallel. If
+    an optimizer is created later, pass it to the ``add`` method of the returned store before the optimizer
+    loads a state dict. An optimizer that loads no state dict need not be passed to ``add``.
 
     Args:
         model: A model in float32, bfloat16 or float16, on any device. If FSDP2 shards the model, the model
@@ -186,7 +186,7 @@ def restore_weights(model: nn.Module) -> None:
 
 
 def in_fp32(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which a model's stored weights are float32, to average, export or edit them.
+    """Return a context in which stored weights are float32, so that you can average, export or edit them.
 
     Inside the context the model's parameters are float32. When the context ends, the parameters are stored in
     16 bits again, with the values that were written to them. Contexts may be nested, and optimizers may step
@@ -351,8 +351,8 @@ class WeightBytes:
     """The sizes in bytes of the tensors that this process holds between two optimizer steps.
 
     Attributes:
-        parameters: The number of elements of all parameters. Tied parameters are counted once. For sharded
-            parameters, only this rank's elements are counted.
+        parameters: The total number of elements in all parameters. Tied parameters are counted once. For
+            sharded parameters, only this rank's elements are counted.
         weights, gradients, optimizer_state: The size in bytes of the tensors of each kind.
         masters: The size in bytes of the remainders and float32 copies of stored weights.
     """

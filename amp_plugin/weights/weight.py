@@ -3,7 +3,7 @@
 A parameter can be in these states:
 
 - *Stored*. The parameter is a 16-bit tensor, and its StoredWeight holds the remainder. The remainder holds
-  the bits of the float32 value that the 16-bit tensor lacks.
+  those bits of the float32 value that do not fit into the 16-bit tensor.
 - *Shown*. The parameter is a float32 tensor. The Python object stays the same, and only its data is replaced.
 - *Nested*. :func:`show_fp32` was called several times. The parameter is stored in 16 bits again after the
   last matching call to :func:`hide_fp32`.
