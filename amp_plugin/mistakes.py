@@ -1,4 +1,4 @@
-"""Describes known mistakes with mixed precision, for checks and error messages.
+"""Describes known mixed-precision mistakes, for checks and error messages.
 
 ``amp-plugin check`` finds these mistakes in source code. Errors and warnings that are raised at run time take
 their wording from this file, too.

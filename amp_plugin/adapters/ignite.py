@@ -240,7 +240,10 @@ class IgnitePrecision(EntryPoint):
         return self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a loss scale's state that amp_plugin or torch has saved. Warn if this run scales no loss."""
+        """Load the state of a loss scale, as saved by amp_plugin or by torch's GradScaler.
+
+        Warn if this run does not use a loss scale.
+        """
         if told := self.session.load_state_dict(state_dict):
             warn_user(f"IgnitePrecision: {told}")
 

@@ -84,7 +84,7 @@ def outside_program(environment: Mapping[str, str]) -> list[tuple[str, dict[str,
 
 
 def read_all(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert options that are given as strings to their types.
+    """Convert string values, such as those of environment variables, to the types of the options.
 
     Values that cannot be converted are rejected by a later check.
     """

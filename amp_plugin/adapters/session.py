@@ -121,7 +121,7 @@ class Session:
         self._seen: list[weakref.ref[StepResult]] = []
         # The ids of the optimizers that have stepped in the current iteration.
         self._stepped: set[int] = set()
-        # Measures how much the weights have grown, for the error about too many skipped steps.
+        # The growth of the weights, which helps to explain an error about too many skipped steps.
         self.growth = WeightGrowth()
         self._enabled = enabled
         self.formats = LayerFormats()
@@ -167,7 +167,7 @@ class Session:
 
     @property
     def changes_forward(self) -> bool:
-        """Whether models compute in 16 bits during training or evaluation."""
+        """Whether models compute in 16 bits in training, in evaluation or in both."""
         return self.precision != "fp32" or self.eval_precision in {"fp16", "bf16"}
 
     @property
@@ -341,7 +341,7 @@ class Session:
         if stores:
             store_weights(model, weights=weights, fp32_modules=fp32_modules)
             self._meets_fp32 |= bool(fp32_modules) or any(map(_has_fp32_buffers, model.modules()))
-        # The weights of sharded models and of fp32 runs are not converted to float32 automatically.
+        # Convert 16-bit weights to float32, unless the run is in fp32 or the model is sharded.
         elif self.precision != "fp32" and not is_sharded_model(model):
             if line := convert_to_fp32(model):
                 warn_user(line)
@@ -611,8 +611,8 @@ class Session:
         If ``path`` is given, write a run page.
 
         The run page is an HTML report. Watching ends when :meth:`end_watch` is called or the process ends. If
-        ``watch`` is called again, only the models that are passed to the new call are watched. If watching
-        fails, it ends with one warning.
+        ``watch`` is called again, only the models that are passed to the new call are watched. If an error
+        occurs in the watching code, watching stops with one warning, and the run continues.
 
         Returns:
             The path of the run page, or None if no run page is written.

@@ -170,7 +170,10 @@ def _stand_in(start: _Start) -> type:
 
 
 def _state_dict(scaler: Any) -> dict[str, Any]:
-    """Return the state with torch's keys, plus amp_plugin's key if it holds more than the skip count."""
+    """Return the scaler's state with torch's keys.
+
+    amp_plugin's own key is added if there is more to save than torch's values and the skip count.
+    """
     if not isinstance(scaler, GradScaler):
         return _TORCHS.state_dict(scaler)  # type: ignore[no-any-return]
     state = GradScaler.state_dict(scaler)
@@ -186,7 +189,7 @@ def _made(theirs: type, bases: tuple[type, ...], namespace: dict[str, Any]) -> t
 
 
 def _state_of_torchs(scaler: Any) -> dict[str, Any]:
-    """Return the attributes of a torch scaler in this state, plus those that the program has set."""
+    """Return the attributes of a torch scaler with the same state, plus those that the program has set."""
     device = scaler.core.shared.device
     state: dict[str, Any] = {"_device": device, "_enabled": scaler.is_enabled()}
     if scaler.is_enabled():

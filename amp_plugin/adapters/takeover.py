@@ -222,7 +222,7 @@ class Takeover:
 
         The string is empty if there were no steps.
 
-        After a failure of the program, do not wait for the device, because it may never respond.
+        If the program has failed, do not wait for the device, because it may never respond.
         """
         told: tuple[int, int, float | None] = (0, 0, None)
         if self._totals is not None:
@@ -385,7 +385,7 @@ class Takeover:
 def when_imported(
     actions: Mapping[str, Callable[[ModuleType], AbstractContextManager[object]]],
 ) -> Iterator[None]:
-    """Enter the context for each module when that module is imported, or at once if it already is.
+    """Enter each module's context when the module is imported, or at once if it was imported before.
 
     All contexts are exited at the end.
     """

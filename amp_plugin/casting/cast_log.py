@@ -195,7 +195,7 @@ class CastLog:
             self._inputs += inputs
             if is_outermost:
                 root = module if self._model is None else self._model
-                # Parameter names are read at each call, because a module may replace its parameters.
+                # Parameter names are looked up on every call, because a module may replace its parameters.
                 weights = [*root.named_parameters(), *root.named_buffers()]
                 self._parameters.update((tensor._cdata, name) for name, tensor in weights)
         try:

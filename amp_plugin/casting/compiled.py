@@ -25,9 +25,9 @@ from amp_plugin.casting.rules import OpRules, rules_with_content
 from amp_plugin.casting.rules_in_force import number_on
 from amp_plugin.kernels.build import require_native
 
-# The autocast dtypes of two unused device types store the number of the active rule set, digit by digit.
-# ZEROS are the dtypes that stand for 0.
-# _blocks() sets the autocast dtype of a third unused device type to signal that its blocks are open.
+# The number of the active rule set is encoded as two digits.
+# Each digit is the autocast dtype of an unused device type. ZEROS are the dtypes that encode the digit 0.
+# While _blocks() is open, the autocast dtype of another unused device type is set to _OPEN.
 DIGITS = ("maia", "mtia")
 ZEROS = (torch.bfloat16, torch.float16)
 _GATE, _OPEN = "ipu", torch.bfloat16
@@ -71,7 +71,7 @@ def _blocks(
     device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, content: str
 ) -> Iterator[None]:
     # Dynamo would record the autocast dtypes that identify the rule set, so they are not set under Dynamo.
-    # In another process, the recorded dtypes may stand for a different rule set.
+    # In another process, the same autocast dtypes may identify a different rule set.
     low, high = (None, None) if is_dynamo_compiling() else ZEROS
     with (
         torchs_autocast(_GATE, _OPEN, False),

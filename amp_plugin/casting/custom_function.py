@@ -145,8 +145,9 @@ def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
 class _SetupContextCarrier:
     """Wraps a Function's ``setup_context``, so that ``ctx`` gets the autocast state of ``forward``.
 
-    ``custom_fwd`` puts an instance into the body of the Function's class. When Python creates the class, it
-    calls ``__set_name__``. The instance then removes itself from the class and wraps ``setup_context``.
+    When ``custom_fwd`` decorates ``forward``, it adds a carrier to the body of the Function's class, under a
+    private name. When Python creates the class, it calls the carrier's ``__set_name__``. The carrier then
+    removes itself from the class and wraps ``setup_context``.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:

@@ -1,8 +1,8 @@
 """Installs amp_plugin's autocast kernels in torch's dispatcher, and passes them the op rules.
 
-``rules.py`` states the dtype in which each op runs. ``csrc/autocast_kernel.cpp`` contains the kernels for
-torch's autocast dispatch keys, which apply these rules. If the native core is missing, regions are
-``torch.autocast`` blocks with the default rules and no cache of casts.
+``rules.py`` states the dtype in which each op runs. ``csrc/autocast_kernel.cpp`` contains the kernels that
+apply these rules. The kernels are registered for torch's autocast dispatch keys. If the native core is
+missing, regions are ``torch.autocast`` blocks with the default rules and no cast cache.
 """
 
 from __future__ import annotations
@@ -182,7 +182,10 @@ has_side_effect(_FORGET_CASTS)
 
 
 def _is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
-    """Return whether FSDP2 manages a parameter. FSDP2 writes parameters without changing version counters."""
+    """Return whether FSDP2 manages a parameter.
+
+    FSDP2 writes to parameters without changing their version counters.
+    """
     if not isinstance(tensor, torch.nn.Parameter):
         return False
     from torch.distributed._composable_state import _module_state_mapping  # noqa: PLC0415 - loads torch.distributed

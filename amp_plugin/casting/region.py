@@ -38,7 +38,7 @@ new_object = object.__new__
 
 _OPEN = threading.local()
 # ``_OPEN.regions`` lists the open regions of this thread, innermost last.
-# If a region uses torch.autocast instead of amp_plugin's kernels, its item is a pair (region, block).
+# A region that uses torch.autocast instead of amp_plugin's kernels is listed as a pair (region, block).
 
 
 def _entries() -> list[Any]:
@@ -126,8 +126,8 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         enabled: False turns autocast off inside the region.
         cache_enabled: True caches the cast of an fp32 weight for later uses of the weight in the region. The
             default is the cache setting of the enclosing autocast block.
-        rules: op rules for this region, which need the native core. By default the rules that are in force
-            apply, such as those in the file that ``AMP_PLUGIN_RULES`` names.
+        rules: op rules for this region, which need the native core. By default, the region uses
+            the current default rules, for example those from the file named by ``AMP_PLUGIN_RULES``.
 
     Raises:
         ValueError: ``device_type`` is not a string, or ``rules`` are for another device.
@@ -222,7 +222,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         return device_type, dtype, enabled, cache_enabled, KERNELS.rules_numbered(number)
 
     def note_found(self, enabled: bool, dtype: torch.dtype, keeps_casts: bool) -> None:
-        """Store the autocast state from before the region, as ``torch.autocast`` does."""
+        """Store the autocast state that was active before the region opened, as ``torch.autocast`` does."""
         self._found = False, enabled, dtype, keeps_casts
 
     def __repr__(self) -> str:
@@ -313,7 +313,7 @@ def _completed(opening: Opening, dtype: torch.dtype | None, rules: OpRules | Non
 
 @untraced
 def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[Opening, Opening]:
-    """Check a region's arguments with torch's constructor, and return two tuples that can open the region.
+    """Check a region's arguments with torch's constructor, and return two tuples of checked arguments.
 
     The first tuple disables the cast cache, and the second tuple enables it.
     """

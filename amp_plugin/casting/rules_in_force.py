@@ -158,9 +158,9 @@ def following(*rules: OpRules, file: str = "") -> Iterator[Pushed]:
 def rules_on_trial(rules: OpRules) -> Iterator[None]:
     """Inside the block, apply rules to ``torch.autocast`` and to regions without rules of their own.
 
-    The number of rule sets per process is limited. Rules on trial do not count towards the limit on rule
-    sets, because they only replace the default rules for a time. Any number of rule sets can therefore be
-    tried. Inside the block, functions compiled by torch.compile run eagerly.
+    The number of rule sets per process is limited. Rules that are tried out in this block do not count
+    towards the limit on rule sets, because they replace the default rules only temporarily. Any number of
+    rule sets can therefore be tried. Inside the block, functions compiled by torch.compile run eagerly.
 
     Raises:
         ValueError: ``AMP_PLUGIN_RULES`` is set. Regions would follow the rules in the file that this variable

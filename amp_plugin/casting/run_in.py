@@ -190,9 +190,9 @@ class RunIn:
 
 
 def _is_bound(kind: type) -> bool:
-    """Return whether the name of a class already refers to the class.
+    """Return whether looking up a class by its module and qualified name finds this class.
 
-    While a decorator of the class runs, the name does not refer to the class yet.
+    While a decorator of the class runs, the lookup does not find the class yet.
     """
     found: Any = sys.modules.get(kind.__module__)
     for part in kind.__qualname__.split("."):
@@ -202,7 +202,7 @@ def _is_bound(kind: type) -> bool:
 
 def _apply_to_instance(module: nn.Module, settings: RunIn) -> nn.Module:
     compiled = vars(module).get("_modules", {}).get("_orig_mod")
-    # A torch.compile wrapper keeps its class. The new class of the inner module makes it recompile.
+    # The inner module gets a new class, so torch.compile recompiles it. The wrapper keeps its class.
     if compiled is not None:
         _apply_to_instance(compiled, settings)
         return module
@@ -310,8 +310,8 @@ def apply_fp32_modules(
 
     Raises:
         ValueError: a pattern matches no module. The error names the most similar name.
-        TypeError: a matching module is a container that is never called itself, such as ``ModuleList``. Match
-            its children instead.
+        TypeError: a matching module is a container without its own ``forward``, such as ``ModuleList``. Match
+            the children of the container instead.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     require_matches([model], patterns)

@@ -155,7 +155,7 @@ def _missing_states(module: nn.Module, states: tuple[RegionState, ...]) -> tuple
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[object]]:
     """Return the contexts that ``torch.utils.checkpoint`` enters in forward and in recomputation.
 
-    Torch's checkpoint restores only the autocast dtype and whether autocast is on. Pass this function as
+    Torch's checkpoint restores only the dtype and the enabled flag of autocast. Pass this function as
     ``context_fn`` if a region has ``rules=`` and the checkpoint is non-reentrant. Rules from
     ``set_default_rules`` need no ``context_fn``. A reentrant checkpoint accepts no contexts, and recomputes
     with the default rules. For a reentrant checkpoint, open the region with ``rules=`` inside the

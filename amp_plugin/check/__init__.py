@@ -1,1 +1,1 @@
-"""Finds mistakes with mixed precision in Python source code, without running the code."""
+"""Finds mixed-precision mistakes in Python source code, without running the code."""

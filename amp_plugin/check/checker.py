@@ -66,7 +66,7 @@ class Found:
         cell: the number of the notebook's code cell, counted from 1. It is 0 for a Python file.
         detail: a string that replaces the rule's description, or "". The text after a semicolon in this
             string replaces the rule's advice.
-        source_line: the stripped text of the first line of the mistake.
+        source_line: the first line of the code that contains the mistake, without surrounding whitespace.
         edits: the edits that fix the mistake.
     """
 

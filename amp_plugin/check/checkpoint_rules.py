@@ -86,7 +86,10 @@ def _returned_states(module: Module, reported: set[ast.AST]) -> Iterator[Hit]:
 
 
 def _saves(module: Module, call: ast.Call) -> bool:
-    """Return whether a call saves objects, by ``torch.save`` or an imported function, but no scaler."""
+    """Return whether a call saves objects, and none of them is a scaler.
+
+    The called function is ``torch.save`` or another imported function whose name contains ``save``.
+    """
     function = call.func
     name = module.names.dotted(function).rpartition(".")[2]
     if not name and isinstance(function, ast.Name) and function.id not in module.names.functions:
@@ -101,7 +104,7 @@ def _saves(module: Module, call: ast.Call) -> bool:
 def _saved(module: Module, event: Event) -> Iterator[tuple[ast.AST, ast.AST, Scope]]:
     """Yield each object whose state a call saves, with the expression and scope in which it was found.
 
-    A save function other than ``torch.save`` may be passed the object itself instead of its state.
+    With a save function other than ``torch.save``, a program may pass an object itself, not its state.
     """
     is_torchs = module.names.dotted(event.call.func) == "torch.save"
     passed = [*event.call.args, *(word.value for word in event.call.keywords)]

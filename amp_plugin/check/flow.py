@@ -1,4 +1,4 @@
-"""Lists the calls to each function that concern losses, gradients and scalers, in source order.
+"""Lists the calls in each function that involve losses, gradients or scalers, in source order.
 
 A call such as ``scaler.step(optimizer)`` is an event of the function that contains it. Each event also holds
 the conditions, loops and autocast regions around the call. Two calls in a loop can run in the same iteration
@@ -50,8 +50,8 @@ class Region:
         dtype: "float16" or "bfloat16", or "" if the source does not say.
         is_on: False if the region is created with ``enabled=False``.
         is_sure: True if the program opens this region in every branch of the code.
-        when: pairs of a condition in ``enabled=...`` and the value that the condition has if the region is
-            on.
+        when: pairs (condition, value), one for each condition in ``enabled=...``. If the region is on, the
+            condition has this value.
     """
 
     device: str = ""
@@ -161,7 +161,10 @@ class Flow:
 
 
 def facts(test: ast.expr, *, holds: bool) -> Iterator[tuple[str, bool]]:
-    """Yield the conditions that hold inside a branch. ``x is not None`` gives the same condition as ``x``."""
+    """Yield the conditions that hold inside a branch.
+
+    The test ``x is not None`` is treated like the test ``x``.
+    """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from facts(test.operand, holds=not holds)
     elif isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) is holds:

@@ -114,7 +114,8 @@ class Module:
     def region_around(self, context: Context, scope: Scope) -> Region | None:
         """Return the autocast region around a statement.
 
-        If there is none, return the region around a call to the function that contains the statement.
+        If the function that contains the statement opens no region around the statement, return the region
+        around a call to the function.
         """
         node = scope.node
         if context.regions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -42,7 +42,7 @@ def deprecated_names(module: Module) -> Iterator[Hit]:
 def _attribute(
     module: Module, node: ast.Attribute, imported: set[str], parents: dict[ast.AST, ast.AST], lines: list[str]
 ) -> Iterator[Hit]:
-    """Find uses of a deprecated name by its full name, such as ``torch.cuda.amp.autocast()``."""
+    """Find deprecated names that are written in full, such as ``torch.cuda.amp.autocast()``."""
     inner = node.value
     root: ast.AST = node
     while isinstance(root, ast.Attribute):

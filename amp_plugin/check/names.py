@@ -71,7 +71,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """The scope of a module, class or function, with the scope around it."""
+    """The scope of a module, class or function. ``parent`` is the enclosing scope."""
 
     name: str
     node: ast.AST
@@ -192,7 +192,7 @@ class Names:
         )
 
     def made_by(self, call: ast.Call) -> set[str]:
-        """Return the kinds of the object that a call creates, such as ``"optimizer"`` or ``"scaler"``."""
+        """Return labels for the object that a call creates, such as ``"optimizer"`` or ``"scaler"``."""
         dotted = self.dotted(call.func)
         if role := ROLES.get(dotted):
             return (
@@ -367,7 +367,10 @@ def names_of(tree: ast.Module) -> Names:
 
 
 def called(names: Names, call: ast.Call, scope: Scope) -> FunctionNode | None:
-    """Return the function or method of this module that a call runs, such as ``forward``, or None."""
+    """Return the function or method that a call runs, or None if this module does not define it.
+
+    Calling an instance of a class runs the method ``forward`` of that class.
+    """
     function = call.func
     if isinstance(function, ast.Name) and function.id in names.functions:
         return names.functions[function.id]

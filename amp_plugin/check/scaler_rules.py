@@ -71,7 +71,7 @@ def _adds_no_doubt(event: Event, known: set[tuple[str, bool]]) -> bool:
 
 
 def _bounds(clip: Event) -> bool:
-    """Return whether a clip changes gradients. A clip to infinity only measures the norm."""
+    """Return whether a clipping call changes gradients. With a limit of inf, it only measures the norm."""
     words = [word.value for word in clip.call.keywords if word.arg in {"max_norm", "clip_value"}]
     bound = ast.unparse((*clip.call.args[1:2], *words, clip.call)[0])
     return not re.fullmatch(r"(math|np|numpy|torch)\.inf|float\(['\"]\+?inf(inity)?['\"]\)|inf", bound)
@@ -213,7 +213,7 @@ def _is_made_here(module: Module, event: Event) -> bool:
 def update_between_steps(module: Module) -> Iterator[Hit]:
     """AMP005: Find ``update()`` between a scaled backward pass and the ``step()`` or ``unscale_()`` after it.
 
-    Scalers of amp_plugin are left out, because they remember the scale of each gradient.
+    The rule ignores programs with amp_plugin's GradScaler, which remembers the scale of each gradient.
     """
     if "amp_plugin.GradScaler" in module.names.imports.values():
         return
@@ -233,7 +233,7 @@ def update_between_steps(module: Module) -> Iterator[Hit]:
 
 
 def _steps_an_earlier_loss(before: list[Event], step: Event, update: Event) -> bool:
-    """Return True if a loss is scaled before the update, but its optimizer steps only after the update."""
+    """Return True if a loss is scaled before ``update()``, but its optimizer steps after ``update()``."""
     scaled = [e for e in before if e.kind == "scaled backward" and e.who == step.who and _same_pass(e, step)]
     stepped = [e for e in before if e.kind == "scaler step" and e.who == step.who and _same_pass(e, update)]
     since = before[before.index(scaled[-1]) :] if scaled else []
@@ -247,7 +247,7 @@ def _steps_an_earlier_loss(before: list[Event], step: Event, update: Event) -> b
 def update_in_accumulation(module: Module) -> Iterator[Hit]:
     """AMP006: Find steps and updates that run at different rates, and updates in iterations without a step.
 
-    Torch's scaler raises an error if no step precedes an update. The scaler of amp_plugin does not.
+    Torch's scaler raises an error if no step precedes an update. amp_plugin's scaler does not.
     """
     is_torchs = "amp_plugin.GradScaler" not in module.names.imports.values()
     for flow in module.flows:
@@ -388,7 +388,7 @@ def _goes_along(module: Module, event: Event, step: Event) -> bool:
 
 
 def _is_unprepared(module: Module, flow: Flow, event: Event) -> bool:
-    """Return True if Accelerate prepares the optimizer of the last step, but not the scheduler."""
+    """Return True if the program prepares an optimizer with Accelerate, but not its scheduler."""
     backward = _last_before(flow, event, *_BACKWARDS) if event in flow.events else None
     if backward is None or event.who is None or "optimizer_step_was_skipped" in module.identifiers:
         return False
@@ -428,7 +428,8 @@ def _iterations(event: Event) -> tuple[ast.AST, ...]:
 def framework_bypassed(module: Module) -> Iterator[Hit]:
     """AMP003: Find ``loss.backward()`` and torch's clipping functions in Accelerate and Fabric programs.
 
-    If Accelerate or Fabric scales the loss, the program must call the framework's own methods instead.
+    If Accelerate or Fabric scales the loss, the program must call the framework's methods for
+    backward and clipping.
     """
     for flow in module.flows:
         backwards = flow.of("framework backward")

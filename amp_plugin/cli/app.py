@@ -1,6 +1,6 @@
 """Define the command `amp-plugin`, and its subcommands `doctor`, `build` and `export`.
 
-The exit code is 0 if all is well, and 1 if something is missing or failed. The exit code is 2 if the command
+The exit code is 0 on success, and 1 if something is missing or has failed. The exit code is 2 if the command
 line or an environment variable is wrong. With ``--json``, a command prints one JSON object to standard output
 and nothing else.
 """

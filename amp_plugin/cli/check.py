@@ -29,7 +29,7 @@ def check(
         Path | None, typer.Option(help="Write the findings to this file, and report nothing.")
     ] = None,
 ) -> None:
-    """Find mistakes with mixed precision in Python source.
+    """Find mixed-precision mistakes in Python source code.
 
     The exit code is 1 if mistakes are found, and 2 if a file cannot be parsed. The files are not run, and
     torch is not imported. Settings are read from the table [tool.amp-plugin.check] in pyproject.toml. The

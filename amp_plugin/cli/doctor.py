@@ -140,7 +140,7 @@ def cache_state() -> Part:
 
 
 def plan(precision: str | None, device_type: str) -> Part:
-    """Return what a run in ``precision`` on ``device_type`` would do.
+    """Return the dtype, kernels and loss scale that a run in ``precision`` on ``device_type`` would use.
 
     If ``precision`` is None, the default precision is used.
     """

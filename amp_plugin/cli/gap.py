@@ -40,9 +40,9 @@ def gap(
 ) -> None:
     """Find out why the log-probabilities of a trainer and a generator differ, and what closes the gap.
 
-    The script runs in a copy of this folder, up to the first call in which its model computes logits with
-    gradients enabled. The model then computes the log-probabilities of the tokens in the rollout file, inside
-    the script's autocast block.
+    The script runs in a copy of the current folder. It stops at the first call in which the script's model
+    computes logits with gradients enabled. The model then computes the log-probabilities of the tokens
+    in the rollout file, inside the script's autocast block.
 
     The exit code is 0 if rounding alone explains the gap, 1 if the gap has another cause or is not explained,
     and 2 if the file or an option is wrong.

@@ -110,7 +110,7 @@ def _measure(
     rows: int,
     as_json: bool,
 ) -> None:
-    """Run a program to record its ops, or to compare them with a wider dtype or with eager mode."""
+    """Run a program to record its ops, or to compare their results with a wider dtype or eager mode."""
     import torch  # noqa: PLC0415 - takes seconds
 
     from amp_plugin.numerics.compiled import CompiledComparison  # noqa: PLC0415 - loads torch

@@ -148,10 +148,10 @@ def tune(
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find op rules that save memory, save casts or avoid an overflow, and write them to a file.
+    """Find op rules that reduce memory use, need fewer casts or avoid an overflow. Write them to a file.
 
-    The script runs about fifty times in a copy of this folder. Each run of the script stops after the
-    number of backward passes that --batches sets. The script's output is dropped. Autocast blocks in the
+    The script runs about fifty times in a copy of the current folder. Each run of the script stops after
+    the number of backward passes that --batches sets. The script's output is dropped. Autocast blocks in the
     script must not set op rules themselves.
 
     With --formats, the command emulates each Linear layer in each format below 16 bits, such as fp8, on any

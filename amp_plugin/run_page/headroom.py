@@ -44,7 +44,7 @@ def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Para
 
 
 class Headroom:
-    """Measures the gradients of models during a run."""
+    """Records the largest gradient of each module and the share of zeros in its gradients."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         rows: dict[str, int] = {}

@@ -80,7 +80,8 @@ class History:
     def __init__(self) -> None:
         self.steps = self.skipped = self._zero_steps = 0  # numbers of steps of all optimizers
         self.is_wrong = False  # whether the last step was skipped or had a non-finite loss or gradient
-        self.growth = 1.0  # the growth factor of the weights at the last skipped or non-finite step
+        # The largest factor by which a weight's norm had grown at the last skipped or non-finite step.
+        self.growth = 1.0
         # The steps whose loss was not finite, or that updated weights with non-finite gradients.
         self.wrong_steps: list[int] = []
         self.skips: list[Skip] = []  # the first _MOST_SKIPS skipped steps
@@ -93,7 +94,10 @@ class History:
         self._losses: list[Tensor] = []
 
     def note_growth(self, factor: float) -> None:
-        """Record the factor by which weights have grown so far. Called at skipped and non-finite steps."""
+        """Record the largest factor by which the norm of a weight has grown so far.
+
+        This method is called at skipped and non-finite steps.
+        """
         self.growth = factor
 
     def hear_loss(self, loss: Any) -> None:

@@ -86,7 +86,7 @@ class RunReport:
         self._modules = ModuleWatch(self._log, self._models)
 
     def __enter__(self) -> Self:
-        """Start to watch the run, and write the file for the first time.
+        """Start watching the run, and write the file for the first time.
 
         Raises:
             OSError: The file cannot be written to this path.
@@ -108,7 +108,7 @@ class RunReport:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop watching, and write the file for the last time. It then says how the run ended."""
+        """Stop watching, and write the file for the last time. The file then says how the run ended."""
         with random_numbers_kept(), self._open:
             if error is None:
                 self._log.read(wait=True)
@@ -243,8 +243,8 @@ def report(scaler: Any, model: nn.Module, path: str | Path = "run.html") -> RunR
     The file, called the run report, shows the loss scale, skipped steps, gradient norms and the loss. The
     report also shows the dtypes of the model, and how near each module's gradients come to the limits of
     their dtype. From the second skipped step on, the report names the module in which the first inf or nan
-    arose. `amp-plugin diagnose` finds the op that produced the inf or nan, and the line of the op. A browser
-    can open the file without a network.
+    arose. `amp-plugin diagnose` finds the op that produced the inf or nan, and the line of the op. The file
+    opens in a browser without an internet connection.
 
     The host waits for the device after each optimizer step. Reading gradients takes at most 0.25 % of the
     run's time. The report does not change the training.

@@ -45,10 +45,10 @@ class ShardUnit:
         name: The name of the module that was sharded, or ``""`` for the model itself.
         engine: What shards the unit: ``"fsdp2"``, ``"fsdp1"``, ``"ddp"`` (each rank holds all weights) or
             ``"none"``.
-        stored: The distinct dtypes of the unit's trainable weights between steps, or of its frozen weights if
-            none is trainable. If a weight is stored as a 16-bit value and a remainder, ``stored`` contains
-            the dtype of the 16-bit value. ``stored`` contains several dtypes if some weights of the unit stay
-            in float32.
+        stored: The dtypes in which the unit's trainable weights are stored between steps. If no weight is
+            trainable, ``stored`` lists the dtypes of the frozen weights. If a weight is stored as a
+            16-bit value and a remainder, ``stored`` contains the dtype of the 16-bit value. ``stored``
+            contains several dtypes if some weights of the unit stay in float32.
         gathered: The dtype in which the unit's weights are gathered and used in forward, or ``torch.uint8``
             if torch gathers weights of several dtypes together, as bytes.
         reduced: The dtype in which the unit's gradients are reduced, or None if all its weights are frozen.
@@ -297,7 +297,8 @@ def module_calls(model: nn.Module) -> Iterator[list[ModuleDtypes]]:
     Calls that end with an exception are left out.
     """
     calls: list[ModuleDtypes] = []
-    # Maps id(module) to the module's name, because the hash of some modules changes (torchmetrics' metrics).
+    # Maps id(module) to the module's name.
+    # A module cannot be the key itself, because some modules change their hash (torchmetrics metrics do).
     names = {id(module): name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -11,8 +11,8 @@ alone can cause a relative difference of at most ``explained`` between the two r
 Some derivatives are discontinuous, such as the derivative of relu at 0. If rounding moves an input across a
 discontinuity, the result changes by more than the rounding error. Therefore a third term is added
 to the sum of squares. The third term is the share of the result's squared norm that comes from elements whose
-input crossed the discontinuity. In the sum of squares, this third term is at most three times the largest
-``explained`` among the op's inputs.
+input crossed the discontinuity. The third term is capped at three times the largest ``explained`` among the
+op's inputs.
 
 An assertion fails if a loss, or the gradients of a step, differ from the wide-dtype run by more than three
 times ``explained``. An assertion also fails if rounding the weights loses too large a fraction of an update.
@@ -192,16 +192,16 @@ def assert_trains_like(
 
     Args:
         step: a function that performs one training step, with forward, backward and optimizer step. If
-            ``step`` returns a tensor, it is the loss. If ``precision`` is given, the function is passed an
-            autocast region, and must open the region around its forward pass.
+            ``step`` returns a tensor, it is the loss. If ``precision`` is given, ``step`` receives an
+            autocast region, and must run its forward pass inside ``with region:``.
         reference: the dtype of the reference run.
         precision: the dtype of the autocast region. By default, ``step`` opens its own autocast region.
         steps: the number of steps to run.
         device: the device type of the autocast region.
 
     Raises:
-        AssertionError: a difference is too large. The error message names the first op that differs, its
-            module and its line.
+        AssertionError: a difference is too large. The error message gives the name, module and line
+            of the first op that differs.
         ValueError: an option is unknown.
 
     Example:
@@ -263,8 +263,8 @@ def assert_same_numerics(run: Callable[[], Any], golden: str | Path, *, steps: i
         steps: the number of optimizer steps to record.
 
     Raises:
-        AssertionError: a result differs too much. The error message names the first op whose result differs
-            too much, its module and its line.
+        AssertionError: a result differs too much. The error message gives the name, module and line of
+            the first op whose result differs too much.
         FileNotFoundError: the golden file does not exist, and ``--amp-record`` was not given.
         ValueError: the file is not a recording.
 

@@ -80,7 +80,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         TypeError: an argument is unknown.
         ValueError: an option or ``mixed_precision`` has an invalid value. The error message names the source
             of the invalid value. ValueError is also raised if an option requires amp_plugin, but an engine
-            such as XLA does mixed precision itself.
+            such as XLA handles mixed precision itself.
 
     Example:
         >>> accelerator = AmpAccelerator(mixed_precision="fp16", cpu=True)
@@ -287,7 +287,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
                 ).put_on()
 
     def set_up_weights(self, model: nn.Module) -> None:
-        """Convert the weights of a model that is not prepared yet to their storage format.
+        """Convert the weights of an unprepared model to their storage format.
 
         A checkpoint that is loaded after the conversion is not rounded to the old dtype.
         """
@@ -459,7 +459,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         """
         scaler = self._scaler
         # ``get_scale()`` would apply a pending update of the loss scale, so ``loss_scale`` is read instead.
-        # If the scaler is disabled, a DeepSpeed engine may scale the loss, and get_scale() returns its scale.
+        # If the scaler is disabled, get_scale() returns the loss scale of a DeepSpeed engine, or 1.0.
         scale = scaler.loss_scale.item() if scaler.is_enabled() else scaler.get_scale()
         return {"loss_scale": scale, "skipped_steps": scaler.skipped_steps()}
 

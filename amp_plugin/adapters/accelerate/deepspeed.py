@@ -1,8 +1,8 @@
 """Translates options into DeepSpeed config keys under Accelerate, and logs the engine's steps.
 
 If the config enables neither ZeRO nor fp16 nor bf16, the engine uses amp_plugin's GradScaler instead of
-torch's. With ZeRO, fp16 or bf16, DeepSpeed's engine scales losses and skips steps itself, and EngineScaler
-observes the engine. This module never imports DeepSpeed.
+torch's. If ZeRO, fp16 or bf16 is enabled, DeepSpeed's engine scales losses and skips steps itself, and
+EngineScaler only observes the engine. This module never imports DeepSpeed.
 """
 
 from __future__ import annotations
@@ -149,7 +149,10 @@ def _is_on(config: Mapping[str, Any], section: str) -> bool:
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:
-    """Return whether the engine steps a torch optimizer, so that amp_plugin's scaler can replace torch's."""
+    """Return whether DeepSpeed's engine can use amp_plugin's GradScaler instead of torch's.
+
+    The engine can use amp_plugin's GradScaler if the config enables neither ZeRO nor fp16 nor bf16.
+    """
     stage = config.get("zero_optimization", {}).get("stage", 0)
     return not (stage or _is_on(config, "fp16") or _is_on(config, "bf16"))
 

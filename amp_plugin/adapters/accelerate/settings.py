@@ -104,11 +104,11 @@ def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
 def refuse_other_engine(
     kind: DistributedType, precision: str, float8_recipe: Any, sources: Mapping[str, str]
 ) -> bool:
-    """Return whether Megatron-LM, XLA or an fp8 library does mixed precision instead of amp_plugin.
+    """Return whether Megatron-LM, XLA or an fp8 library handles mixed precision instead of amp_plugin.
 
     Raises:
-        ValueError: the other library does mixed precision, but the precision or an option such as ``weights``
-            requires amp_plugin.
+        ValueError: the other library handles mixed precision, but the precision or an option such as
+            ``weights`` requires amp_plugin.
     """
     engine = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}.get(kind)
     if engine is None and precision == "fp8" and float8_recipe is None:

@@ -31,7 +31,7 @@ from amp_plugin.weights.formats import HALVES
 
 @lists_options(PluginOptions)
 class FabricPrecision(PrecisionCore):
-    """Mixed precision for ``lightning.fabric.Fabric(plugins=[...])``, with most of its strategies.
+    """Mixed precision for ``lightning.fabric.Fabric(plugins=[...])``, under most Fabric strategies.
 
     Model inputs keep their dtypes. Model outputs in 16 bits are converted to fp32. ``fabric.save(path, {...,
     "precision": plugin})`` saves the loss scale.
@@ -88,7 +88,10 @@ class FabricPrecision(PrecisionCore):
     # -- forward ---------------------------
 
     def convert_output(self, data: Any) -> Any:
-        """Convert fp16 and bf16 outputs to fp32, for losses outside the module. Return others unchanged."""
+        """Convert fp16 and bf16 outputs to fp32, because the loss may be computed outside the module.
+
+        Outputs of other dtypes are returned unchanged.
+        """
         if self.session.training_dtype is torch.float32:
             return data
         return apply_to_collection(data, Tensor, lambda t: t.float() if t.dtype in HALVES else t)

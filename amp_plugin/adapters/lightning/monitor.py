@@ -112,7 +112,7 @@ class Monitor:
             plugin.package.utilities.rank_zero_info(f"the run report is in {path}")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Read the results of the optimizer steps that have not been read yet."""
+        """Read the remaining unread results of optimizer steps."""
         trainer.precision_plugin.step_log.read(wait=True)
         self._look(trainer)
         self._measure(trainer, pl_module, at_least=1)
@@ -133,8 +133,8 @@ class Monitor:
                 self._show(trainer, pl_module, norms)
 
     def _show(self, trainer: Any, pl_module: Any, norms: dict[str, Tensor]) -> None:
-        # Lightning cannot infer a batch size from training_step(dataloader_iter).
-        # Each logged number belongs to one step, so the batch size is 1.
+        # Lightning cannot infer a batch size from training_step(dataloader_iter), so batch_size is passed.
+        # Lightning weights each logged value by the batch size. With batch_size=1, all steps weigh the same.
         log = partial(pl_module.log, prog_bar=True, batch_size=1)
         for name, norm in norms.items():
             log(name, norm)
@@ -165,9 +165,9 @@ class Monitor:
                 raise endless_skips(step, plugin.words, plugin.session.growth)
 
     def _measure(self, trainer: Any, pl_module: Any, at_least: int) -> None:
-        """Count the bytes of memory per parameter.
+        """Measure the bytes of memory per parameter.
 
-        Counting starts once ``at_least`` or more optimizers have stepped.
+        The memory is measured once, after ``at_least`` or more optimizers have taken a step.
         """
         if self.weight_bytes is not None or self._has_failed or len(self._have_stepped) < max(1, at_least):
             return

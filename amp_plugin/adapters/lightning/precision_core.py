@@ -24,7 +24,7 @@ _OWN_PRECISION: Final = {"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStr
 
 
 def has_own_precision(strategy: object) -> bool:
-    """Return whether a Lightning strategy, such as DeepSpeedStrategy, does mixed precision itself."""
+    """Return whether a Lightning strategy, such as DeepSpeedStrategy, handles mixed precision itself."""
     return any(kind.__name__ in _OWN_PRECISION for kind in type(strategy).__mro__)
 
 
@@ -144,14 +144,14 @@ class PrecisionCore(EntryPoint):
     def current_scale(self) -> Tensor | None:
         """Return the loss scale on its device (float32, 0-dim), without a host sync.
 
-        The result is None before the first loss, and in precisions that scale no loss.
+        The result is None before the first loss, and in precisions without loss scaling.
         """
         return self._scaler.loss_scale.value
 
     # -- starting and ending ---------------
 
     def _refuse_strategy(self, strategy: object) -> None:
-        """Raise TypeError if a strategy does mixed precision itself."""
+        """Raise TypeError if a strategy handles mixed precision itself."""
         if has_own_precision(strategy):
             msg = (
                 f"{type(self).__name__} does not work under {type(strategy).__name__}, which does mixed "
@@ -179,7 +179,7 @@ class PrecisionCore(EntryPoint):
     def convert_input(self, data: Any) -> Any:
         """Return the batch unchanged, because autocast casts the arguments of each op.
 
-        If all weights are stored in 16 bits, floating-point inputs are converted to that dtype, as in
+        If all weights are stored in a 16-bit dtype, floating-point inputs are converted to that dtype, as in
         Lightning.
         """
         if not self.session.replaces_autocast:
@@ -220,7 +220,7 @@ class PrecisionCore(EntryPoint):
 
         ``step_scheduler`` is for manual optimization and for Fabric. Call ``step_scheduler`` after each
         ``optimizer.step()`` that the scheduler counts. With a fused optimizer on a GPU, the host learns about
-        a skipped step one step late. The scheduler then also responds to a skipped step one step late, unless
+        a skipped step one step late. The scheduler therefore reacts to a skipped step one step late, unless
         ``exact_schedulers`` is on.
 
         Args:

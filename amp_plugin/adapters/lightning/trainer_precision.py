@@ -54,7 +54,7 @@ STOCK_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
 
 @lists_options(PluginOptions)
 class TrainerPrecision(PrecisionCore):
-    """Mixed precision for ``lightning.pytorch.Trainer(plugins=[...])``, with most of its strategies.
+    """Mixed precision for ``lightning.pytorch.Trainer(plugins=[...])``, under most Trainer strategies.
 
     Args:
         {options}
@@ -63,7 +63,7 @@ class TrainerPrecision(PrecisionCore):
         ValueError: an argument is not one of the allowed values.
         ImportError: ``"fp8"``, and torchao is not installed.
         TypeError: an argument is unknown or has the wrong type. TypeError is also raised if training starts
-            under a strategy that does mixed precision itself (DeepSpeed, XLA).
+            under a strategy that handles mixed precision itself (DeepSpeed, XLA).
 
     Example:
         >>> from amp_plugin import AmpPrecision
@@ -180,7 +180,10 @@ class TrainerPrecision(PrecisionCore):
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """Run ``training_step`` under autocast. The end of a manual ``training_step`` ends the iteration."""
+        """Run ``training_step`` under autocast.
+
+        With manual optimization, the iteration ends when ``training_step`` returns.
+        """
         with self.forward_context():
             yield
         self._scaler.end_iteration()
@@ -196,7 +199,7 @@ class TrainerPrecision(PrecisionCore):
     predict_step_context = val_step_context
 
     def _outside_region(self) -> AbstractContextManager[Any]:
-        """Turn autocast off for backward, hooks and the step inside a manual ``training_step``."""
+        """With manual optimization, turn autocast off for the backward pass, hooks and optimizer step."""
         return self.session.no_region() if self._is_in_region() else nullcontext()
 
     def _is_in_region(self) -> bool:
@@ -271,7 +274,11 @@ class TrainerPrecision(PrecisionCore):
     def _take(
         self, trainer: Any, optimizer: Optimizer, closure: Callable[[], Any] | None, **kwargs: Any
     ) -> Any:
-        """Take the step, and clip in the same pass if the Trainer clips and no user code runs in between."""
+        """Take the optimizer step.
+
+        If the Trainer clips gradients, and no user code runs between clipping and the step, one pass over the
+        gradients does both.
+        """
         max_norm = self._max_norm_of_step(trainer)
         if max_norm is None:
             return self._scaler.step(optimizer, **({} if closure is None else {"closure": closure}), **kwargs)
@@ -369,7 +376,7 @@ class TrainerPrecision(PrecisionCore):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """To resume training, load the loss scale saved by this or another precision plugin."""
-        # The model's weights are set up by now, so loading the checkpoint again does not round them.
+        # By now the weights have their storage format, so loading the checkpoint again does not round them.
         if self._loads_again:
             trainer, self._loads_again = self._trainer, False
             module = trainer.lightning_module

@@ -105,7 +105,7 @@ def _with_model_in_fp32(hook: Callable[..., Any], trainer: Any, module: nn.Modul
 def _after_landed_steps(should_update: Callable[..., bool], landed: Callable[[], int]) -> Callable[..., bool]:
     """Make ``should_update`` return False if every optimizer step since the last call was skipped.
 
-    Lightning counts skipped steps too, and would otherwise average unchanged weights.
+    Lightning counts a skipped step like any other, so by itself it would average unchanged weights.
 
     Args:
         should_update: the callback's own method ``should_update``.
