@@ -230,7 +230,7 @@ def finding_of(
     made: Site | None = None,
     source: str = "",
 ) -> Finding:
-    """Describe a nan or inf that an op made, or that an op was the first to read."""
+    """Describe a nan or inf that an op produced, or that first appeared as an input of an op."""
     op = made.op if made else call.traits.name
     forward_op = call.forward_op if call.is_backward and not made else ""
     given = [read] if read else [a for a in call.arguments if a.name not in call.traits.overwritten]
@@ -282,7 +282,7 @@ def _plain(op: str) -> str:
 def finding_of_function(
     tracker: Tracker, site: Site, forward_op: str, output: Tensor, given: Sequence[Tensor]
 ) -> Finding:
-    """Describe a nan or inf that a user's autograd function made outside torch's ops."""
+    """Describe a nan or inf that a user's autograd function produced in code that is not a torch op."""
     inputs = tuple(summarise(tensor, f"input {number}") for number, tensor in enumerate(given))
     known: dict[str, Any] = {"kind": "function", "held": non_finite(output), "op": site.op, "inputs": inputs}
     return _finding(tracker, site, output, site.op, forward_op=forward_op, **known)

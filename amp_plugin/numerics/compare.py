@@ -1,4 +1,4 @@
-"""Compare two recorded runs, and find the first result that differs by more than rounding explains.
+"""Compare two recorded runs, and find the first result that differs by more than rounding can explain.
 
 for each result that both runs have:
 
@@ -42,7 +42,7 @@ from amp_plugin.numerics.values import as_json
 __all__ = ["RunComparison", "RunRecorder", "compare_runs", "record_run"]
 
 _MOST_REPLICAS = 5  # a report lists at most this many gradients that differ between ranks
-_GROWTH = 3.0  # an op may amplify the difference between its inputs by this factor
+_GROWTH = 3.0  # an op may multiply the difference between the two runs by up to this factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +79,8 @@ class RunComparison:
         first: The first result that differs in at least one bit, or None if no result differs. If results
             differ on several ranks, ``first`` is the earliest differing result on any rank.
         unexplained: The first difference that rounding does not explain, or None.
-        unseen: The median, over all results, of the relative difference that rounding explains. Smaller
-            errors go unnoticed.
+        unseen: The largest relative difference that rounding can cause, as the median over all results.
+            Errors smaller than ``unseen`` go unnoticed.
         unmeasured: The ops that could not run in fp64, and how often each was called. The results of these
             ops are taken as exact.
         ranks: The ranks that both recordings have. ``ranks`` is empty if both runs had a single process.
@@ -182,7 +182,7 @@ def compare_runs(
     names: Mapping[str, str] | ModuleNames | None = None,
     layouts: bool = False,
 ) -> RunComparison:
-    """Compare two recordings of ``record_run``, each a file or, if there were several ranks, a folder.
+    """Compare two recordings made by ``record_run``.
 
     Results are matched by rank, step, direction, module, op and the order in which they were computed. A run
     in bf16 can therefore be compared with a run in fp32, although only the bf16 run has casts. The comparison
@@ -190,19 +190,19 @@ def compare_runs(
     results is three times the difference between the inputs of their ops, plus twice the eps of the coarsest
     dtype.
 
-    If only one of the recordings has several ranks, its shards, partial sums and replicas are combined before
-    they are compared. The single process must use the whole batch at each step.
+    If only one recording has several ranks, that recording's shards, partial sums and replicas are combined
+    before the two recordings are compared. The single process must use the whole batch at each step.
 
     Args:
-        first: A recording.
+        first: A recording. It is a file, or a folder if the run had several ranks.
         second: Another recording. Both recordings must have the same number of ranks, or one of them must
             have a single process. If ``second`` is the same recording as ``first``, only its replicas are
             compared with each other.
         names: Maps the names of modules in the first run to their names in the second run, if the runs use
             two implementations of one model. A name stands for a module and all its submodules, and ``*``
             stands for one component of a dotted name.
-        layouts: Combine the results of micro-batches, even if each recording comes from a single-process
-            run. ``second`` must be the recording with more micro-batches.
+        layouts: Combine the results of micro-batches. Set this if two single-process runs split the batch
+            into different numbers of micro-batches. ``second`` must be the recording with more micro-batches.
 
     Raises:
         ValueError: A file does not contain a recorded run, or the file of a rank is missing although its
@@ -331,9 +331,9 @@ def _unlike_replicas(runs: Mapping[int, Run]) -> tuple[Difference, ...]:
 
 
 def _unlike(records: Mapping[int, OpRecord]) -> Difference | None:
-    """Compare the gradients of one weight on all ranks, and return their difference.
+    """Compare the gradients of one weight across all ranks, and describe how they differ.
 
-    Return None if rounding explains the difference.
+    Return None if rounding can explain the difference.
     """
     ranks = unlike_the_others({rank: record.checksum for rank, record in records.items()})
     if not ranks:
@@ -363,7 +363,7 @@ def _compared(ours: Run, theirs: Run, names: ModuleNames) -> Compared:
         for run, numbers in matched
     ]
     allowed, differing = [], []
-    largest = 0.0  # the largest difference so far that rounding explains
+    largest = 0.0  # the largest difference so far that rounding can explain
     for number, other in shared.items():
         mine, its = ours.records[number], theirs.records[other]
         # A gradient may be the sum of several earlier results, and may differ as much as any of them.
@@ -380,13 +380,14 @@ def _compared(ours: Run, theirs: Run, names: ModuleNames) -> Compared:
 def _judged(
     mine: OpRecord, its: OpRecord, alone: Sequence[Mapping[int, OpRecord]], largest: float, inputs: float
 ) -> Difference:
-    """Compare a result between two runs, or an input of the op that computed the result.
+    """Compare a result, or an input of the op that computed it, between the two runs.
 
-    If an input comes from an op that only one run has, and the input differs by more than the tolerance, the
-    difference of the input is returned.
+    An input is compared if it comes from an op that only one run has. If the input differs between the runs
+    by more than the tolerance, the difference of that input is returned.
 
-    ``largest`` is the largest difference so far that rounding explains. ``inputs`` is a lower bound on the
-    difference between the inputs. The fingerprints of the inputs may show a larger difference.
+    ``largest`` is the largest difference so far that rounding can explain. ``inputs`` is a lower bound on the
+    difference between the inputs in the two runs. If the fingerprints of the inputs differ by more than
+    ``inputs``, the larger difference is used.
     """
     slack, reason = 2 * max(mine.eps, its.eps), ""
     relative = mine.held.difference(its.held)

@@ -36,7 +36,7 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
         names: Translates the ranks' module names into those of the single-process run.
 
     Returns:
-        The results that differ by more than rounding explains, in the order in which the single process
+        The results that differ by more than rounding can explain, in the order in which the single process
             computed them. The first of these results comes with a likely cause.
     """
     matches = Matches(whole, runs, names)
@@ -67,16 +67,16 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
 def _arrival(matches: Matches, judged: Mapping[int, Verdict]) -> Callable[[Match], bool]:
     """Return a function that decides whether to report a result that differs.
 
-    The function returns True if a later result that is computed from this result also differs. The function
-    also returns True if no later result that is computed from this result exists in both runs.
+    The function returns True if a later result that depends on the differing result also differs. The
+    function also returns True if the two runs have no later result in common that depends on it.
     """
     readers = _readers(matches.runs)
 
     def next_shared(rank: int, number: int) -> Iterator[int]:
-        """Yield the nearest later results that are computed from this result and exist in both runs.
+        """Yield the nearest results that were computed from this result and exist in both runs.
 
-        For a forward result, only later forward results are searched. For a backward result, only later
-        backward results are searched.
+        From a forward result, only forward results are searched. From a backward result, only backward
+        results are searched.
         """
         seen, left = {number}, [number]
         records = matches.runs[rank].records

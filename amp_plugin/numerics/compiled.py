@@ -58,12 +58,11 @@ class CompiledComparison:
     compared.
 
     Attributes:
-        differences: For each graph, the first result that differs by more than rounding explains, if there is
-            one.
+        differences: For each graph, the first result that differs by more than rounding can explain, if there
+            is one.
         graphs: The number of graphs that were compiled.
         compared: The number of results and gradients that were compared.
-        not_compared: A counter. Each key is a reason why results could not be compared, and its value is the
-            number of these results.
+        not_compared: A ``Counter`` of the reasons why results could not be compared.
     """
 
     def __init__(self) -> None:
@@ -120,7 +119,7 @@ class CompiledComparison:
         return call
 
     def _differing(self, eager: _EagerRuns, held: Mapping[Reading, Tensor]) -> Differing | None:
-        """Return the first result that differs by more than rounding explains."""
+        """Return the first result that differs by more than rounding can explain."""
         for reading, value in held.items():
             kind, number = reading
             if kind == "input" and torch.equal(eager.plain[reading], eager.inputs[number]):
@@ -233,7 +232,7 @@ class _EagerRuns:
     def difference(self, reading: Reading, value: Tensor) -> tuple[float, float] | None:
         """Return how far a result differs from eager code, and how far it may differ.
 
-        Return None if rounding explains the difference.
+        Return None if rounding can explain the difference.
         """
         eager = self.plain.get(reading)
         if eager is None or value.numel() == 0:

@@ -1,4 +1,4 @@
-"""Find the first op that makes a harmful nan or inf, or the reason why a model does not learn."""
+"""Find the first op that produces a harmful nan or inf, or the reason why a model does not learn."""
 
 from __future__ import annotations
 
@@ -138,16 +138,18 @@ def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict
     of the inputs. It also says what to do.
 
     A nan or inf is harmful if it reaches a loss, a gradient, a weight or the state of an optimizer. For
-    example, a mask of -inf raises no error, and neither does a nan or inf that a later op replaces. If the
-    region has no backward pass, a nan or inf is harmful if it is still in a tensor at the end. If there is no
-    harmful nan or inf, the region is checked for three reasons why a model may not learn. The reasons are a
-    missing optimizer step, updates lost to rounding in the weight's dtype, and gradients that underflow to 0
-    in fp16.
+    example, a mask of -inf raises no error, and neither does a nan or inf that a later op replaces. In a
+    region without a backward pass, a nan or inf is harmful if a tensor still contains it when the region
+    ends.
+
+    If there is no harmful nan or inf, ``diagnose`` looks for other reasons why a model may not learn. It
+    reports a missing optimizer step, updates lost to rounding in the weight's dtype, and gradients that
+    underflow to 0 in fp16.
 
     Each op waits for the device, so use this for debugging and not for training. Compiled functions run
     eagerly. Threads and processes that the region starts are not watched. If one of several ranks raises the
     error, the other ranks wait in their next collective until its process ends. In a run with several ranks,
-    let the error end the process, or use ``keep_going=True``.
+    let an error from ``diagnose`` end the process, or use ``keep_going=True``.
 
     Args:
         model: The model from which names of modules and parameters are taken. By default, names begin with

@@ -93,7 +93,7 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
         super().__init__(Tracker(), self)
 
     def after(self, call: Call, output: Any) -> None:
-        """Record the op and its line, and round its results or operands if they were chosen."""
+        """Record the op and its line, and round the results or operands that were chosen for rounding."""
         traits = call.traits
         if call.is_backward or traits.is_view or traits.is_collective or traits.is_unwritten:
             return

@@ -69,13 +69,14 @@ class Finding:
     Attributes:
         kind: The kind of the finding.
 
-            - ``"made"``: The op made the nan or inf from finite inputs, or from infs that the program had
-              written on purpose.
+            - ``"made"``: The op produced the nan or inf from finite inputs, or from infs that the program
+              had written on purpose.
             - ``"weight"``, ``"input"``: A weight or the input data held the nan or inf before any op read it.
             - ``"unwritten"``: The memory of ``torch.empty`` was read before it was written.
             - ``"collective"``: The nan or inf came from another rank.
             - ``"constant"``: The program wrote the nan or inf.
-            - ``"function"``: A user's autograd function made the nan or inf outside torch's ops.
+            - ``"function"``: A user's autograd function produced the nan or inf in code that is not a torch
+              op.
             - ``"learning"``: All numbers are finite, but the model does not learn.
             - ``"dtype"``: Torch raised an error because of the dtypes of the inputs.
             - ``"clip"``: The program clipped gradients before they were unscaled.
@@ -99,7 +100,7 @@ class Finding:
         op: The full name of the op, for example ``"aten::exp.default"``. For the kind ``"order"``, the name
             of the scaler's method.
         forward_op: If the op ran in a backward pass, the name of its forward op. Otherwise empty.
-        held: Which of ``"nan"``, ``"inf"`` and ``"-inf"`` the op made or read.
+        held: Which of ``"nan"``, ``"inf"`` and ``"-inf"`` the op produced or read.
         module: The path of the module that called the op. Empty outside modules.
         format: The format below 16 bits in which the module computes, for example ``"fp8"``. Empty if the
             module computes in 16 bits or more.
@@ -120,9 +121,9 @@ class Finding:
             See ``OpRules.with_rule``.
         source: The path of the weight that held the nan or inf. If the input data held the nan or inf,
             ``source`` names the batch, the tensor and the row, as far as they are known.
-        lesson: A string with further facts, such as the missing call for the kind ``"order"``, the loss scale
-            and the limit for ``"clip"``, the dtypes of the inputs for ``"dtype"``, and the measurement for
-            ``"learning"``.
+        lesson: A string with details that depend on the kind. For ``"order"``, it names the missing call. For
+            ``"clip"``, it gives the loss scale and the limit. For ``"dtype"``, it gives the dtypes of the
+            inputs. For ``"learning"``, it gives the measurement.
         count: The number of times that this finding occurred at the same op and line.
     """
 

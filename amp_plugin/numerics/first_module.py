@@ -1,12 +1,12 @@
-"""Find the module that made the first nan or inf of a skipped step.
+"""Find the module that produced the first nan or inf in a skipped step.
 
 ::
 
     after a skipped step, register hooks on all modules for the next 8 steps
 
-    in a forward hook, compute the largest magnitude of each input and output on the device
+    in a forward hook, compute the largest magnitude of each input and output, on the device
 
-    in a backward hook, compute on the device the largest magnitude of the gradients of the outputs
+    in a backward hook, compute the largest magnitude of the output gradients, on the device
 
     if a step with hooks is skipped, copy the magnitudes to the CPU, in the order of computation
 
@@ -52,7 +52,7 @@ Largest = tuple[str, str, Tensor]
 
 
 class ModuleWatch:
-    """Names the module that made the first nan or inf of a skipped step.
+    """Finds the module that produced the first nan or inf in a skipped step.
 
     The hooks on the modules are active only for a few steps after a skipped step.
     """
@@ -105,7 +105,7 @@ class ModuleWatch:
     def _look(self, step: StepResult) -> None:
         """Look at a finished step.
 
-        If the step was skipped, name the module that made the first nan or inf, and keep the hooks.
+        If the step was skipped, name the module that produced the first nan or inf, and keep the hooks.
         """
         with only_warning("the watch of modules", self.close):
             was_on = self._left > 0
@@ -187,7 +187,10 @@ class ModuleWatch:
     # -- on the CPU ------------------------
 
     def _found(self) -> FirstModules:
-        """Read the magnitudes of this step, with a host sync, and say where the first nan or inf was."""
+        """Read the largest magnitudes of this step's tensors, and say where the first nan or inf appeared.
+
+        The CPU waits for the device once.
+        """
         values = _on_host([number for *_, number in self._numbers])
         places = [(module, what) for module, what, _ in self._numbers]
         seen = [(*place, value) for place, value in zip(places, values, strict=True)]

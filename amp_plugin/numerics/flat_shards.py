@@ -50,7 +50,7 @@ def _described(shape: Sequence[int], start: int, added: Sequence[str], exact: Te
     Args:
         shape: The shape of the whole weight.
         start: The index of the part's first element in the flattened weight.
-        added: The names of the mesh dimensions along which the parts are shards.
+        added: The names of the mesh dimensions along which the weight is sharded.
         exact: The values that the flattened part would have without rounding.
     """
     places = torch.arange(start, start + exact.numel(), device=exact.device)

@@ -127,7 +127,7 @@ class FormatLog:
         _measure(found, tensor, is_gradient=operand == "gradient")
 
     def ranges(self) -> dict[Key, OperandRange]:
-        """Map each (module, operand) to its measurements. Entries are ordered by their first measurement."""
+        """Map each (module, operand) to its measurements. Entries that were measured first come first."""
         return dict(self._ranges)
 
     def format_of(self, path: str) -> str:

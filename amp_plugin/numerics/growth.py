@@ -48,7 +48,7 @@ class WeightGrowth:
         self.add(models)
 
     def add(self, models: Iterable[nn.Module]) -> None:
-        """Store the norms of the weights of models that have not been added before."""
+        """Store the norms of each model's weights, unless the model was added before."""
         for model in models:
             if model not in self._begun:
                 named = model.named_parameters()

@@ -21,7 +21,7 @@ from amp_plugin.numerics.process_mesh import ProcessMesh
 from amp_plugin.numerics.recorded import Difference, OpRecord
 
 _UNKNOWN = Part(shape=(), sums={})  # placeholder for an input of which only the fingerprint is known
-_GROWTH = 3.0  # an op may amplify the difference between its inputs by this factor
+_GROWTH = 3.0  # an op may multiply the difference between the two runs by up to this factor
 
 
 class Cause(NamedTuple):
@@ -41,11 +41,11 @@ class Cause(NamedTuple):
     is_coarse: bool = False
 
     def within(self, clues: Iterable[Collection[Axis]]) -> Cause:
-        """Return the cause, but keep only those of its mesh dimensions that the clues also point to.
+        """Return the cause, limited to the mesh dimensions that ``clues`` also names.
 
-        Each clue is the collection of mesh dimensions that one observation points to, such as the dimensions
-        along which an input differs. Only the first clue that contains a mesh dimension of the cause is
-        used. If no clue contains a mesh dimension of the cause, the cause is returned unchanged.
+        Each entry of ``clues`` holds the mesh dimensions that one observation points to, such as the
+        dimensions along which an input differs. Only the first entry that contains a mesh dimension of the
+        cause is used. If no entry contains a mesh dimension of the cause, the cause is returned unchanged.
         """
         for clue in clues:
             axes = tuple(axis for axis in self.axes if axis in clue)
@@ -60,7 +60,7 @@ def cause_in_gradient(layout: Layout, best: Combined, allowed: float, coarsest: 
     Args:
         layout: The gradient on all ranks.
         best: The best way to combine the pieces of the gradient.
-        allowed: The largest relative difference that rounding explains.
+        allowed: The largest relative difference that rounding can cause.
         coarsest: The eps of the coarsest dtype that the collectives use. ``coarsest`` is 0 if this dtype is
             not coarser than the gradient's dtype.
     """
@@ -186,7 +186,9 @@ def wrong_ranks(layout: Layout, best: Combined, allowed: float, mesh: ProcessMes
 def _exchanged_since_right(
     results: Iterable[tuple[int, int]], matches: Matches, verdicts: Mapping[int, Verdict]
 ) -> list[tuple[OpRecord, tuple[int, ...]]]:
-    """Return the collectives between the last correct results and some wrong results, each with its ranks.
+    """Return the collectives that ran between the last correct results and the given wrong results.
+
+    Each entry is a tuple of the collective's record and the collective's ranks.
 
     Args:
         results: The wrong results, each as a tuple (rank, index of the result in that rank's run).
@@ -259,7 +261,7 @@ def _unknown_cause(match: Match, matches: Matches, verdicts: Mapping[int, Verdic
 def _partial_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> tuple[Axis, ...]:
     """Return the mesh dimensions over which an input is a partial sum.
 
-    The first input of a division is left out, because it may correctly be a partial sum.
+    The first input of a division is not checked, because a correct program may pass a partial sum there.
     """
     found: set[Axis] = set()
     for rank, number in match.pieces.values():

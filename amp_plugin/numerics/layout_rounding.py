@@ -62,7 +62,7 @@ class Verdict(NamedTuple):
             closest one.
         usual: The largest relative difference that rounding would explain if the inputs were equal in both
             runs.
-        allowed: The largest relative difference that rounding explains, given how much the inputs differ.
+        allowed: The largest relative difference that rounding can cause, given how much the inputs differ.
         is_random: True if the two runs drew different random numbers for the result. Then the result is not
             judged.
     """
@@ -196,8 +196,9 @@ def _of_signs(record: OpRecord, inputs: float) -> float:
 
     Adam and similar optimizers divide each element of a gradient by the element's own magnitude. An element
     that is smaller than the gradient's rounding error may have the opposite sign in the other run. The
-    flipped sign changes this element's step by twice the step's size. If the fraction of elements with the
-    opposite sign is ``inputs``, the two steps differ by 2 * sqrt(inputs), relative to the norm of one step.
+    flipped sign changes this element's step by twice the step's size. If ``inputs`` is the fraction of
+    elements whose sign differs between the two runs, the optimizer steps of the runs differ by 2 *
+    sqrt(inputs), relative to the norm of one step.
     """
     if not _GOES_BY_SIGNS.search(record.op) or not record.held.norm or math.isinf(inputs):
         return 0.0

@@ -106,15 +106,15 @@ class Layout:
         return all(piece.part.whole_shape == shape and piece.part.whole for piece in self.pieces.values())
 
     def ways(self, *, are_means: bool = False, are_backward: bool = False) -> Iterator[Combined]:
-        """Yield every way of combining the pieces that their shapes allow.
+        """Yield every way to combine the pieces that is consistent with their shapes.
 
         Combinations that sum the pieces along fewer mesh dimensions come first.
 
         Args:
             are_means: Whether each piece could be a mean over one rank's part of the batch. If so, the mean
                 of the pieces is also tried.
-            are_backward: Whether each piece could be the gradient of a loss that is averaged over one rank's
-                part of the batch only. The gradient of a local mean is larger than the gradient of the mean
+            are_backward: Whether each piece could be the gradient of a loss averaged over only one rank's
+                part of the batch. The gradient of a local mean is larger than the gradient of the mean
                 over the whole batch, so factors below 1 are also tried.
         """
         cut = self.cut

@@ -24,7 +24,8 @@ from amp_plugin.scaling.gradients import params_of
 
 _ENOUGH = 3  # failure to learn is reported only after this many steps or backward passes
 _LOST = 0.5  # lost updates are reported if more than this fraction of the elements did not change
-_UNDERFLOWED = 0.25  # underflow is reported above this fraction of gradient elements that are 0 only in fp16
+# Underflow is reported if more than this fraction of the gradient elements is 0 in fp16 but not in fp32.
+_UNDERFLOWED = 0.25
 
 _WIDE = ShadowValues(torch.float32)
 
@@ -71,7 +72,8 @@ class Learning:
         self._dtype = torch.bfloat16
         self._stepped_at: tuple[Place | None, Place | None] = (None, None)
         self._new: Storages[Site] = Storages()  # the call to torch.tensor() that made the storage
-        self._new_leaf: Site | None = None  # the torch.tensor() call whose result first received a gradient
+        # Among all torch.tensor() calls, the one whose result was the first to receive a gradient.
+        self._new_leaf: Site | None = None
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Copy the parameters whose updates may be lost to rounding."""

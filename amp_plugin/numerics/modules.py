@@ -144,7 +144,7 @@ class Tracker:
         return ", ".join([*begun, step])
 
     def ends(self) -> None:
-        """Record the end of the program, after which no optimizer step follows."""
+        """Record that the program has ended, so no optimizer step will follow."""
         self._is_over = True
 
     def step_begins(self, _: Optimizer) -> None:

@@ -145,7 +145,7 @@ class OpTraits:
 
     @cached_property
     def calls_in_block(self) -> bool:
-        """Whether the op's kernel calls other ops whose inputs autocast casts."""
+        """Whether the op's kernel calls other ops, and autocast casts the inputs of those ops."""
         return self._packet in _AUTOCAST_INSIDE
 
     @cached_property
@@ -292,9 +292,9 @@ class Call:
         return [argument for argument in self.given if not argument.is_discrete]
 
     def made(self, output: Any) -> list[Argument]:
-        """Return the arguments that the op has written, and its results.
+        """Return the arguments that the op has written to, and its results.
 
-        Results of which the op writes only some elements are left out.
+        Results that the op writes only in part are not returned.
         """
         written = [argument for argument in self.given if argument.name in self.traits.written]
         known = {id(argument.tensor) for argument in written}
@@ -337,7 +337,7 @@ class Call:
 
     @cached_property
     def forward_site(self) -> Site | None:
-        """The place where the forward op of this backward op was called; None if it is not known."""
+        """For a backward op, the place where its forward op was called; None if the place is not known."""
         return None if isinstance(self.node, BackwardCFunction) else self._region.sites.of(self.node)
 
     @cached_property
@@ -370,7 +370,7 @@ class Call:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Maps the names of arguments that are Python numbers to these numbers. Lists count, too."""
+        """Maps the name of each argument that is a Python number to its value. Floats in lists count, too."""
         found: dict[str, float] = {}
         for name, value in self.named.items():
             if isinstance(value, (list, tuple)):
@@ -450,7 +450,7 @@ _EVENTS = ("open", "step_begins", "step_ended", "before", "after", "failed")
 
 
 class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A region that calls its observers at each op of this thread, including ops of backward passes.
+    """A region that calls its observers for each op that this thread runs, including backward ops.
 
     Compiled functions run eagerly in the region.
     """
@@ -529,7 +529,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tell(event, optimizer)
 
     def ended(self, error: BaseException | None) -> None:
-        """Finish the work of the region after its block has ended.
+        """Do the region's remaining work after its ``with`` block has ended.
 
         ``error`` is the error that ended the block, or None.
         """

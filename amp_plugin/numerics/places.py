@@ -27,7 +27,9 @@ _INSTALLED = ("site-packages", "dist-packages")
 _AROUND_OPS = (_OURS, str(Path(_TORCH, "_dynamo")), str(Path(_TORCH, "_compile.py")))
 
 _MACHINERY, _LIBRARY, _PROGRAM = range(3)
-_MOST = 500_000  # at most this many sites are stored, because older autograd nodes are no longer needed
+# When more than this many call sites are stored, the older half is dropped.
+# The dropped call sites belong to old autograd nodes, which are no longer needed.
+_MOST = 500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Place:
 
     @property
     def text(self) -> str:
-        """The source code of the line without surrounding blanks, or ``""`` if it cannot be read."""
+        """The source code of the line, stripped of outer whitespace, or ``""`` if it cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
@@ -137,7 +139,7 @@ class ForwardSites:
 
     def __init__(self) -> None:
         self._sites: dict[tuple[int, int], Site] = {}  # keys: (thread, sequence number of a node)
-        # Maps a thread to the sequence number of its last autograd node before its first recorded op.
+        # Maps each thread to the sequence number of its newest autograd node when recording began.
         self._before: dict[int, int] = dict([self._latest()])
 
     def record(self, op: str, module: str) -> None:

@@ -52,7 +52,7 @@ class RankRecorder:
         self._exchanged: Storages[Call] = Storages()
         # The relative rounding error of each tensor that this rank passed to a collective.
         self._taken: Storages[float] = Storages()
-        # The relative rounding error of each gradient in a DDP bucket, by the name of the weight.
+        # Maps the name of each weight in a DDP bucket to the relative rounding error of its gradient.
         self._taken_of_weights: dict[str, float] = {}
         self.run = Run([], {}, {}, {}, parts={}, mesh={})
 
@@ -104,7 +104,8 @@ class RankRecorder:
             return
         self._arrives(gradient, name)
         module, _, own_name = name.rpartition(".")
-        # The result of a collective is taken as exact, so the rounding error of its inputs is recorded.
+        # The result of a collective is taken as exact, although its inputs had rounding errors.
+        # The size of these rounding errors is recorded together with the gradient.
         exchanged = self._taken.get(gradient)
         taken = 0.0 if exchanged is None else max(exchanged, self._taken_of_weights.get(name, 0.0))
         site = Site(f"gradient of {own_name}", module, None, None, in_block=False)
@@ -250,7 +251,7 @@ def _coarsest(tensors: Sequence[Tensor]) -> torch.finfo | None:
 
 
 def _excess(call: Call, result: Tensor, exact: Tensor, coarsest: torch.finfo) -> float:
-    """Return an op's own error, divided by the error that rounding explains.
+    """Return an op's own error, divided by the largest error that rounding can cause.
 
     An error counts as rounding if it can come from rounding the result, or from fp32 sums whose terms cancel.
     """

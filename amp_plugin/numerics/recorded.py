@@ -29,9 +29,9 @@ class Difference:
     module: str = ""  # the path of the module; empty outside modules
     line: str = ""  # the line of the program that calls the op; empty if unknown
     relative: float  # the relative difference; recorded runs are compared by their unrounded results
-    allowed: float  # the largest difference that rounding explains
+    allowed: float  # the largest difference that rounding can cause
     reason: str = ""  # what else is known about the difference
-    is_rounding: bool = False  # whether rounding explains it
+    is_rounding: bool = False  # whether rounding can explain the difference
     ranks: tuple[int, ...] = ()  # the ranks on which the result differs; empty for a single process
     mesh: tuple[str, ...] = ()  # the dimensions of the device mesh along which the difference arises
 
@@ -63,8 +63,8 @@ class OpRecord:
     checksum: int  # a checksum of the result's bits
     held: Fingerprint  # the fingerprint of the result that a run without rounding would give
     reads: tuple[Fingerprint, ...]  # the fingerprints of the inputs in a run without rounding
-    eps: float  # the eps of the coarsest dtype among the result and the inputs
-    excess: float  # the op's own error, divided by the error that rounding explains
+    eps: float  # the eps of the coarsest dtype that the result or an input has
+    excess: float  # the op's own error, divided by the largest error that rounding can cause
     taken: float  # if the result was taken as exact, the rounding error of its inputs; otherwise 0
 
     @property
@@ -90,7 +90,8 @@ class Weight(NamedTuple):
 class Compared(NamedTuple):
     """The result of comparing two recordings."""
 
-    allowed: list[float]  # the difference that rounding explains, for each result that both runs have
+    # For each result that both runs have, the largest difference that rounding can cause.
+    allowed: list[float]
     only_first: int  # the number of results that only the first run has
     only_second: int
     differing: list[tuple[int, Difference]]  # (index of the result in the first recording, difference)

@@ -1,4 +1,4 @@
-"""Explain errors about the dtypes of an op or about the order of a scaler's calls.
+"""Explain errors about an op's dtypes or about calling a scaler's methods in the wrong order.
 
 If an op raises an error, it runs again on copies of its arguments, first in the widest of their dtypes and
 then in fp32. If one of these runs succeeds, the dtypes were the reason for the error. The reason is reported
@@ -159,7 +159,7 @@ def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException
 
     Args:
         tracker: The tracker, which knows the names of modules.
-        last: The last op that raised an error because of its dtypes, and its finding.
+        last: The last op that raised an error because of its dtypes, and the finding that describes it.
         error: The error that ends the program.
     """
     if last is not None and _is_same(last[0], error):
@@ -205,7 +205,7 @@ def _out_of_order(error: BaseException) -> Finding | None:
 
 
 def _float16_gradients(error: BaseException) -> Finding | None:
-    """Return a finding if a scaler refused to unscale gradients in float16; else None."""
+    """Return a finding if a scaler refused to unscale float16 gradients; else None."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     held: list[Any] = [frame.f_locals.get("optimizer") for frame in frames]
     optimizers = [optimizer for optimizer in held if hasattr(optimizer, "param_groups")]

@@ -2,13 +2,13 @@
 
 a weight is a replica if it had the same bits on all ranks before its first step
 
-a constant weight, such as a new bias of zeros, can be equal on all ranks by chance
+a constant weight, such as a new bias of zeros, is equal on all ranks whether or not it is a replica
 
-    a constant weight counts as a replica if the other weights of its module are replicas
+    a constant weight counts as a replica only if the other weights of its module are replicas
 
 for each step, in order
 
-    compare the gradients of each replica between the ranks
+    compare each replica's gradients across the ranks
 
     if the gradients differ by more than rounding, an all-reduce is missing or superfluous
 

@@ -156,7 +156,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         return flat
 
     def step_ended(self, _: Optimizer) -> None:
-        """Write the results recorded so far, if there are other ranks."""
+        """Write the results recorded so far, if the run has several ranks."""
         if self.tracker.steps < self._most:
             for recorder in self._ranks.values():
                 recorder.write_step(self._unmeasured())

@@ -76,8 +76,8 @@ class ScaledClips:
     """A region that reports each line that clips gradients before they are unscaled.
 
     The first ``scaler.step(optimizer)`` or ``scaler.unscale_(optimizer)`` shows that the scaler belongs to
-    the optimizer. If gradients are clipped before the scaler is first called, they are checked at that first
-    call. Gradients that are clipped later are checked at once.
+    the optimizer. Gradients that are clipped before this first call are checked when the call is made. After
+    the first call to the scaler, gradients are checked as soon as they are clipped.
     """
 
     def __init__(self, found: Callable[[Finding], None]) -> None:
@@ -227,8 +227,8 @@ def _finding(clip: _Clip, scaler: Any, optimizer: Any, numbers: tuple[float, flo
 def _names_of(wanted: Sequence[object], frame: FrameType | None) -> list[str]:
     """Return the variable names under which the program holds the given objects.
 
-    The names come from the innermost frame that has a variable for every object. If no frame has a variable
-    for every object, return an empty list.
+    The names come from the innermost frame that has variables for all of the objects. If no single frame has
+    variables for all of the objects, return an empty list.
     """
     while frame is not None:
         if not str(frame.f_globals.get("__name__")).startswith(("amp_plugin.", "torch.")):

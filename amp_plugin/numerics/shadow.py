@@ -23,7 +23,7 @@ from amp_plugin.precision import short_name
 Key = tuple[str, str, str]  # module, op, direction
 
 # An op stands out if its accumulated error is above two limits. The first limit is _JUMP_TO.
-# The second limit is _JUMP_BY times the largest accumulated error of the ops before it.
+# The second limit is _JUMP_BY times the largest accumulated error among all earlier ops.
 _JUMP_TO, _JUMP_BY = 0.05, 10.0
 
 
@@ -98,7 +98,7 @@ class Errors:
 
 
 def _told(key: Key, before: float, after: float) -> str:
-    """Return a sentence about an op at which the accumulated error jumps, with advice."""
+    """Return a sentence that names an op at which the accumulated error jumps, and says what to do."""
     where = f" in {key[0]}" if key[0] else ""
     cause = (
         "its inputs do not have enough digits; compute them in fp32"
@@ -173,8 +173,8 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
     def exchanged(self, call: Call, results: list[Tensor]) -> None:
         """Drop the shadows of a collective's results, because the data may not have arrived yet.
 
-        When an op reads the result of a collective, the result gets a new shadow with the result's own
-        values.
+        When a later op reads a collective's result, that input gets a new shadow, which is a copy of the
+        input's own values.
         """
         if any(map(self.shadows.follows, results)) and not call.traits.waits:
             call.count_unmeasured()

@@ -171,7 +171,7 @@ def _offset_of(
 
 
 def axes_of(mesh: DeviceMesh | None, rank: int | None = None) -> dict[Axis, int]:
-    """Map each dimension of a device mesh to the coordinate of a rank along it.
+    """Return the coordinate of a rank along each dimension of a device mesh.
 
     The dict is empty if there is no mesh, or if the rank is not part of the mesh.
 

@@ -182,7 +182,8 @@ class Fingerprint:
 def fingerprint(tensor: Tensor, made_by: int = -1) -> Fingerprint:
     """Return the fingerprint of a dense tensor.
 
-    Integers and booleans are hashed, so the distance between two integers does not matter.
+    Integers and booleans are compared by hash. Two integers are therefore either equal or different, no
+    matter how far apart they are.
     """
     is_discrete = not (tensor.is_floating_point() or tensor.is_complex())
     flat = (tensor.detach() if is_discrete else real_values(tensor)).contiguous().reshape(-1)  # type: ignore[union-attr]
@@ -210,7 +211,7 @@ def sketch_of(flat: Tensor, places: Tensor, buckets: int = _BUCKETS) -> Tensor:
 
     Args:
         flat: The elements, of shape ``[numel]``.
-        places: The index of each element in the tensor, int64 of shape ``[numel]``. The index chooses the
+        places: The index of each element in the tensor, int64 of shape ``[numel]``. The index determines the
             bucket and the sign.
         buckets: The number of buckets.
     """
@@ -220,7 +221,7 @@ def sketch_of(flat: Tensor, places: Tensor, buckets: int = _BUCKETS) -> Tensor:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Return a hash of each number, which is a pseudo-random integer below 2^31."""
+    """Hash each number to a pseudo-random integer below 2^31."""
     mixed = (numbers * 0x9E3779B1 + 0x7F4A7C15) & 0x7FFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 0x85EBCA6B) & 0x7FFFFFFF
     return mixed ^ (mixed >> 13)
@@ -275,13 +276,13 @@ class Storages(Generic[Value]):
         self._entries: dict[int, tuple[StorageWeakRef, Value]] = {}
 
     def get(self, tensor: Tensor) -> Value | None:
-        """Return the value that is set for a tensor's storage, or None if no value is set."""
+        """Return the value stored for a tensor's storage, or None if there is none."""
         address = storage_address(tensor) if self._entries else 0
         entry = self._entries.get(address)
         return None if entry is None else entry[1]
 
     def set(self, tensor: Tensor, value: Value) -> None:
-        """Set the value of a tensor's storage."""
+        """Store a value for a tensor's storage."""
         address = storage_address(tensor)
         if address:
             held = StorageWeakRef(_stored(tensor).untyped_storage())  # type: ignore[no-untyped-call]
@@ -335,15 +336,15 @@ class ShadowValues(Storages[Tensor]):
         )
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the wide copy of a tensor of this dtype. Integers keep their dtype."""
+        """Return the dtype to which a tensor of this dtype is widened. Integers keep their dtype."""
         if dtype.is_complex:
             return self.dtype.to_complex()
         return self.dtype if dtype.is_floating_point else dtype
 
     def plain(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
-        """Return a tensor's own values in the wide dtype.
+        """Convert a tensor's values to the wide dtype.
 
-        If no wide copy can be kept for the tensor, its dtype does not change.
+        If no wide copy can be kept for the tensor, the dtype does not change.
         """
         return tensor.to(self.wide(tensor.dtype) if self.follows(tensor) else tensor.dtype, copy=copy)
 

@@ -6,9 +6,9 @@ for each op, look at its results
 
     if an input was not finite but the result is, the op has absorbed the inf or nan
 
-    if a result is not finite, find its origin among three possibilities
+    if a result is not finite, determine which of three origins its inf or nan has
 
-        the op made the inf or nan from finite inputs
+        the op produced the inf or nan from finite inputs
 
         an input contained the inf or nan, and the op passed it on
 
@@ -16,7 +16,7 @@ for each op, look at its results
 
     report the origin when its inf or nan reaches a loss, a gradient, a parameter or an optimizer's state
 
-at the end of a region without a backward pass, report each inf or nan that no op has absorbed
+at the end of a region that ran no backward pass, report each inf or nan that no op turned into finite numbers
 
 Results of backward ops are reported only when they reach a gradient, because torch masks many of them.
 """
@@ -57,8 +57,9 @@ from amp_plugin.numerics.values import (
 Verdict = Literal["made", "on purpose", "masked", "passed on"]
 
 # A number counts as a mask value if its magnitude is above this fraction of its dtype's largest number.
-# In bf16 and fp32, mask values start at about 1e38, which ordinary computations never reach.
-# In fp16, activations and scaled gradients may come near 65504, so mask values start at 0.999 * 65504.
+# In bf16 and fp32, this limit is about 1e38, which ordinary computations never reach.
+# In fp16, activations and scaled gradients may come near 65504, the largest number of the dtype.
+# In fp16, only magnitudes above 0.999 * 65504 therefore count as mask values.
 _MASKING, _MASKING_IN_FP16 = 0.25, 0.999
 # An overflow is reported if this many backward passes in a row overflow.
 # After 20 overflows in a row, repeated halving has brought a loss scale of 2^16 below 1.
@@ -85,7 +86,8 @@ class Origin:
     kind: Kind  # as in Finding
     # The finding to report. None for constants, and for unwritten memory that no op has read yet.
     finding: Finding | None = None
-    # The call site of the op that made the inf or nan. For a backward op, the call site of its forward op.
+    # The call site of the op that produced the inf or nan.
+    # If a backward op produced it, the call site of the corresponding forward op.
     site: Site | None = None
     is_reported: bool = False  # whether this origin was reported; no origin is reported twice
     is_read: bool = False  # whether an op has computed with the inf or nan; copies and views do not count
@@ -169,7 +171,7 @@ class Watch:
         return classmethod(apply)
 
     def _function_ended(self, site: Site, forward_op: str, outputs: object, inputs: object) -> None:
-        """Look for infs and nans that a user's autograd function made outside torch's ops."""
+        """Look for infs and nans that a user's autograd function produced in code that is not a torch op."""
         with unwatched():
             for output in _tensors(outputs):
                 known = self._origins.get(output)
@@ -354,7 +356,7 @@ class Watch:
         return origin
 
     def _made(self, call: Call, result: Argument, judged: Judgement) -> Origin:
-        """Return the origin of an inf or nan that an op made.
+        """Return the origin of an inf or nan that an op produced.
 
         If an inf or nan in an input is the cause, return the origin of that input.
         """
@@ -401,7 +403,7 @@ class Watch:
         """Report, at the end of the region, infs and nans that were not reported before.
 
         Overflows in the last backward passes are reported, and so are buffers that are not finite. If no
-        backward pass ran, every inf or nan that no op has absorbed is also reported.
+        backward pass ran, every inf or nan that no op turned into finite numbers is also reported.
         """
         passes = self._tracker.backward_passes
         if passes in self._overflowed and not next(iter(self._overflowed.values())).is_absorbed:
@@ -425,7 +427,7 @@ class Watch:
         An inf or nan counts as used if Python reads it as a number. An inf or nan also counts as used if an
         op such as argmin selects elements based on it.
 
-        Overflows of fp16 gradients are left out, because the scaler needs them to find the loss scale.
+        Overflows of fp16 gradients are not reported. The scaler meets them in its search for the loss scale.
         """
         for origin in self._seen:
             found = origin.finding
@@ -491,9 +493,9 @@ def _tensors(values: object) -> Iterator[Tensor]:
 class Judgement(NamedTuple):
     """A verdict on where the infs or nans of one result come from.
 
-    The verdict ``"made"`` means that the op made the inf or nan. ``"on purpose"`` means that the program gave
-    the inf or nan as a constant. ``"masked"`` means that the op computed -inf from a large negative number,
-    as is common in masks. ``"passed on"`` means that an input contained the inf or nan.
+    The verdict ``"made"`` means that the op produced the inf or nan. ``"on purpose"`` means that the program
+    gave the inf or nan as a constant. ``"masked"`` means that the op computed -inf from a large negative
+    number, as is common in masks. ``"passed on"`` means that an input contained the inf or nan.
     """
 
     verdict: Verdict
