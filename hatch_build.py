@@ -1,7 +1,7 @@
 """Add compiled native cores to the wheel if AMP_PLUGIN_BUNDLE names their folder.
 
-`make wheels` sets this variable. An editable installation gets its own copy of amp_plugin_autoload.py,
-because `import torch` loads that file in every program, even if the checkout has been moved or deleted.
+`make wheels` sets this variable. An editable installation gets its own copy of amp_plugin_autoload.py.
+`import torch` loads this copy in every program, and still works if the checkout has been moved or deleted.
 """
 
 from __future__ import annotations

@@ -24,12 +24,12 @@ _LOG: Final = logging.getLogger("amp_plugin")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """The hardware features that a device needs to compute fast in a number format.
+    """The hardware features that a device needs for fast arithmetic in a number format.
 
     Attributes:
         nvidia: the first NVIDIA compute capability with fast arithmetic in the format.
         nvidia_before: the first NVIDIA compute capability that no longer supports the format, or None.
-        amd: prefixes of the names of AMD architectures that compute fast in the format.
+        amd: prefixes of the names of AMD architectures that have fast arithmetic in the format.
         cpu: CPU instruction sets, by torch's names. A CPU needs at least one of them.
         xpu: properties of Intel GPUs, under torch's names for them. A GPU needs at least one of them.
         words: the description of the required hardware for error messages.
@@ -95,7 +95,7 @@ class Hardware:
     is_known: bool = True
 
     def computes(self, format_name: str) -> bool | None:
-        """Return whether the device computes fast in a number format, or None if that is unknown."""
+        """Return whether the device has fast arithmetic in a number format, or None if that is unknown."""
         needs = NEEDS[format_name]
         if not self.is_known:
             return None
@@ -157,7 +157,7 @@ _ACCELERATORS: Final = ("cuda", "mps", "xpu")
 
 
 def is_fast(format_name: str, device_type: str, index: int = 0) -> bool | None:
-    """Return whether a device computes fast in a number format, or None if that is unknown."""
+    """Return whether a device has fast arithmetic in a number format, or None if that is unknown."""
     return hardware_of(device_type, index).computes(format_name)
 
 
@@ -259,7 +259,7 @@ def warn_of_slow_fp16(precision: str, device_type: str) -> None:
 def widest_float(device: torch.device) -> torch.dtype:
     """Return float64 if a device supports it, else float32.
 
-    CPUs and CUDA devices support float64. Each other type of device is tested once, with a single float64
+    CPUs and CUDA devices support float64. Every other device type is tested once, with a single float64
     multiplication.
     """
     if device.type in {"cpu", "cuda", "meta"}:

@@ -26,7 +26,8 @@ def did_you_mean(
 ) -> str:
     """Return ``"; did you mean X?"`` with the known names most similar to ``given``, or ``""``.
 
-    ``aliases`` maps other words to known names. An alias takes precedence over similar names.
+    ``aliases`` maps alternative words to the known names that they stand for. An alias takes precedence over
+    similar names.
     """
     alias = (aliases or {}).get(str(given))
     near = [alias] if alias else difflib.get_close_matches(str(given), list(known), at_most, _LEAST_ALIKE)

@@ -207,7 +207,8 @@ class LayerFormats:
             left_out: Names of modules whose layers are not converted.
 
         Raises:
-            ValueError: A pattern without wildcards names a layer whose sizes the format does not support.
+            ValueError: A layer is named by a pattern without wildcards, and the format does not support the
+                sizes of this layer.
         """
         matched = {pattern: {*matched_modules(model, [pattern])} for pattern in self.patterns}
         found = {}

@@ -126,7 +126,7 @@ def transformed(matrix: Tensor) -> Tensor:
 def products(
     name: str, x: Tensor, weight: Tensor, grad: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the output of a Linear layer in a format, and the gradients of its input and weight.
+    """Compute a Linear layer's output, and the gradients of its input and weight, in a low-precision format.
 
     Args:
         name: The name of the format.
@@ -175,7 +175,7 @@ class Rounded(torch.autograd.Function):
 class EmulatedLinear(nn.Linear):
     """A Linear layer that emulates nvfp4, which torchao cannot emulate.
 
-    The layer computes in the dtype of autocast. Outside of autocast, the layer computes in the dtype of its
+    The layer computes in the autocast dtype. Outside of autocast, the layer computes in the dtype of its
     input.
     """
 

@@ -1,1 +1,1 @@
-"""Contains the compiled ops, their reference in plain torch, and the code that builds them."""
+"""Contains the compiled ops, their reference implementations in PyTorch, and the code that builds the ops."""

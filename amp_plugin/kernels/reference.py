@@ -233,10 +233,10 @@ def judge_step_(
     the scale will raise it by 1.
 
     The statistics are updated with the value of each step. After warm-up, if a value is above the limit, the
-    statistics are updated with the limit instead. Therefore a single spike raises the limit only slightly,
-    but a lasting rise of the values is accepted after some steps. The statistics stay unchanged if a gradient
-    overflowed, if ``held`` is 1, or if the new value is not finite. During the first ``window`` steps the
-    mean is an arithmetic mean, and afterwards it is an exponential moving average.
+    statistics are updated with the limit instead. Therefore a single spike raises the limit only slightly.
+    After a lasting rise in the values, the limit catches up within some steps. The statistics stay unchanged
+    if a gradient overflowed, if ``held`` is 1, or if the new value is not finite. During the first ``window``
+    steps the mean is an arithmetic mean, and afterwards it is an exponential moving average.
 
     Args:
         values: One-element tensors (float32 or float64, on the same device). The sum of ``values`` is
@@ -612,7 +612,10 @@ def _schedule_free(
 def _muon_momentum(
     _: Tensor, grad: Tensor, states: list[Tensor], __: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """Return the matrix that Muon (Jordan, 2024) orthogonalizes next, not yet the new parameter."""
+    """Return the matrix that Muon (Jordan, 2024) will orthogonalize, and the new momentum buffer.
+
+    The new parameter is computed from the orthogonalized matrix later.
+    """
     buffer = states[0] + (1 - n.momentum) * (grad - states[0])
     return grad + n.momentum * (buffer - grad) if n.nesterov else buffer, buffer
 
@@ -699,7 +702,7 @@ def step_(
         params: The parameters, in float32, or in bfloat16 if ``remainders`` are given. They are written.
         grads: The gradients of the parameters, in float32, bfloat16 or float16. Each gradient is divided by
             ``grad_scale`` and rounded once to its dtype. ``maximize`` and weight decay do not change the
-            stored gradient. The step itself uses the float32 quotients from before the rounding. If
+            stored gradient. The step itself uses the unrounded float32 quotients. If
             ``grad_scale`` is None or 1, gradients are not written and their version counters do not change.
             On a GPU the host cannot see that ``grad_scale`` is 1, so the version counters change even then.
         states: The first state of every parameter, then the second state of every parameter, and so on. Each

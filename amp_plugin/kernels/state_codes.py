@@ -82,7 +82,7 @@ def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Te
 
 
 def encode_exactly(flat: Tensor, *, signed: bool) -> Tensor:
-    """Encode numbers that were decoded from codes, so that they decode to exactly the same numbers.
+    """Encode numbers that came from :func:`decode`, such that decoding them again gives the same numbers.
 
     Other numbers are rounded to the nearest codes. A block's scale cannot be computed exactly from its
     largest number, because the code of that number may have been rounded down by one. Therefore the scales
@@ -103,7 +103,7 @@ def encode_exactly(flat: Tensor, *, signed: bool) -> Tensor:
 
 
 def _kept(flat: Tensor, *, signed: bool) -> Tensor:
-    """Return the values that :func:`encode` divides by the scales, in blocks of 128.
+    """Return the values that :func:`encode` divides by the scales. Each row is one block of 128 values.
 
     Signed numbers are used as they are, and unsigned numbers are replaced by their square roots.
     """

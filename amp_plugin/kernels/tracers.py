@@ -40,7 +40,7 @@ def outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def outside_tracers() -> Iterator[None]:
-    """Hide a block and everything that it calls from Dynamo and torch.jit.trace."""
+    """Keep Dynamo and torch.jit.trace out of a ``with`` block and out of everything that the block calls."""
     previous = eval_frame.set_eval_frame(None)
     # Below the Tracer dispatch key, torch refuses to change the tracing state.
     below = torch._C._dispatch_tls_is_dispatch_key_excluded("Tracer")

@@ -56,7 +56,7 @@ class NormClip(NamedTuple):
             raise RuntimeError(_NONFINITE.format(norm_type=self.norm_type))
 
     def by_torch(self, params: Iterable[Tensor]) -> Tensor:
-        """Clip with torch's own function, for bitwise equal results, and return the norm."""
+        """Clip with torch's own function, so that the result is bitwise equal to torch's. Return the norm."""
         return torch.nn.utils.clip_grad_norm_(params, self.max_norm, self.norm_type, self.error_if_nonfinite)
 
 
@@ -115,9 +115,11 @@ def clip_value(core: ScalerCore, target: Target, limit: float) -> None:
 
 
 def _owners(core: ScalerCore, target: Any, call: str) -> tuple[list[Tensor], list[OptimizerState], bool]:
-    """Return the parameters to clip, the states of their optimizers, and a flag.
+    """Find the optimizers of the parameters that will be clipped.
 
-    The flag is True if one optimizer has exactly these parameters.
+    Returns:
+        The parameters, the states of their optimizers, and whether one optimizer has exactly these
+        parameters.
     """
     params = list(params_of(target)) if isinstance(target, Optimizer) else _params_in(target)
     if core.shared.enabled:

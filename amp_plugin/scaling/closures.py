@@ -68,9 +68,10 @@ def step(
 
     ::
 
-        If the optimizer may use gradients before it calls the closure, and one is inf or nan, skip the step.
+        If the optimizer may use gradients before it calls the closure, and one of them is inf or nan, skip
+        the step.
         In each call to the closure:
-            Run the closure, and unscale and measure the gradients.
+            Run the closure, unscale the gradients, and compute their norm.
             If a gradient is inf or nan, abort the step and undo its changes.
             Otherwise clip the gradients, and let the optimizer continue.
 
@@ -127,10 +128,10 @@ def _may_change_early(optimizer: Optimizer) -> bool:
 
 
 def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
-    """Copy an optimizer's parameters and state without rounding, including weights stored in 16 bits.
+    """Copy an optimizer's parameters and state, including weights stored in 16 bits, without rounding.
 
     Returns:
-        A function that restores them.
+        A function that restores the parameters and the state.
     """
     params = params_of(optimizer)
     with fp32_shown(params):

@@ -59,7 +59,10 @@ class ScalerCore:
         return iter(list(self._states.values()))
 
     def find(self, optimizer: Optimizer) -> OptimizerState | None:
-        """Return the state of an optimizer, or of one it wraps (with the same ``param_groups`` object)."""
+        """Return the state of an optimizer, or of the inner optimizer that it wraps.
+
+        A wrapper and its inner optimizer have the same ``param_groups`` object.
+        """
         state = self._states.get(id(optimizer))
         if state is not None:
             return state
@@ -133,7 +136,7 @@ class ScalerCore:
         self.log.note_loss(loss)
 
     def note_backward(self, scale: LossScale, task: int) -> None:
-        """Record the start of a scaled backward pass. Any optimizer may then delay the next update."""
+        """Record the start of a scaled backward pass. Then each optimizer can delay the next scale update."""
         self.last_scale, self.last_task, self._change = scale, task, scale.change_from_now_on()
         self._may_delay_update = list(self._states)
 
@@ -231,8 +234,8 @@ class ScalerCore:
     def has_scaled(self) -> bool:
         """Whether a loss scale has been initialized.
 
-        The first scaled loss initializes its loss scale. Under Lightning and Accelerate, a step in a batch
-        without a loss initializes the default loss scale.
+        A loss scale is initialized when the first loss is multiplied by it. Under Lightning and Accelerate,
+        an optimizer step initializes the default loss scale if no loss has been scaled yet.
         """
         return self.shared.enabled and bool(self.shared.used_scales())
 

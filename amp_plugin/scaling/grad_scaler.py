@@ -147,7 +147,7 @@ class GradScaler(TorchNames):
         if not self.is_enabled():
             return outputs
         watched = bool(name or len(self.core.shared.scales) > 1 or self.core.awaits_update)
-        # In compiled code, as with torch's scaler, no hook records the backward pass of the loss.
+        # As in torch's scaler, no hook records the backward pass of a loss in compiled code.
         if torch.compiler.is_compiling() and not watched:
             return cast("T", scale_outputs(outputs, self.loss_scale.multiply_in_graph))
         return self._scale_watched(outputs, name)
@@ -328,8 +328,8 @@ class GradScaler(TorchNames):
             step with gradients * min(1, max_norm / (norm + 1e-6))     (one pass, skipped on overflow)
 
         Any optimizer is allowed. If no kernel can step the optimizer in one pass, the gradients are clipped
-        in place before the optimizer's own step. For one norm over several optimizers, call
-        :meth:`clip_grad_norm_`, and then step each optimizer.
+        in place before the optimizer's own step. To clip the gradients of several optimizers by
+        their common norm, call :meth:`clip_grad_norm_`, and then step each optimizer.
 
         Args:
             optimizer: The optimizer.
@@ -432,9 +432,9 @@ class GradScaler(TorchNames):
         Args:
             optimizer: The optimizer, after its step.
             wait: If True, the host waits for the device after a one-pass or fused step on a GPU (a host
-                sync). If False, the host never waits, and may find out about a skipped step one
-                step late. In that case ``landed`` returns False after a later step instead. It still returns
-                False exactly once for each skipped step.
+                sync). If False, the host never waits, and may find out about a skipped step one step late. In
+                that case, ``landed`` returns True after the skipped step and False after a later step.
+                ``landed`` still returns False exactly once for each skipped step.
 
         Raises:
             RuntimeError: The optimizer has not stepped yet.
@@ -564,9 +564,9 @@ class GradScaler(TorchNames):
             self.core.log.start_over(self.core.shared.load_state_dict(state_dict))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy the scaler, but no optimizers or gradients.
+        """Copy the scaler, but not its optimizers or their gradients.
 
-        The copy uses the same process groups. Raise in the middle of an iteration.
+        The copy uses the same process groups. Raise RuntimeError in the middle of an iteration.
         """
         twin = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -586,7 +586,7 @@ class GradScaler(TorchNames):
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes except those that :meth:`_start` creates.
 
-        Raise in the middle of an iteration.
+        Raise RuntimeError in the middle of an iteration.
         """
         shared = self.core.shared
         states = self.core if shared.enabled else ()

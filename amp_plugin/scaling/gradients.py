@@ -1,4 +1,4 @@
-"""Groups the gradients of an optimizer, so that one kernel call can measure or multiply a whole group.
+"""Groups the gradients of an optimizer, so that one kernel call can unscale, check or clip a whole group.
 
 A :class:`GradientBatch` is one group. All gradients of a group are on one device and have the same shard
 layout. The kernel gets the values of a sparse gradient, and the local tensor of a DTensor. The native core
@@ -44,10 +44,10 @@ class ShardLayout(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """The result of one kernel call on a batch. The norm is the norm of the unscaled gradients."""
+    """The result of one kernel call on a batch. ``norm`` is the norm of the gradients after unscaling."""
 
-    norm: Tensor  # float32, 0-dim, like the next one
-    found_inf: Tensor
+    norm: Tensor  # float32, 0-dim
+    found_inf: Tensor  # 1.0 if a gradient is inf or nan, else 0.0 (float32, 0-dim)
     flags: Tensor  # for each gradient: bit 0 if it has an inf, bit 1 if it has a nan (uint8, 1-dim)
     params: Sequence[Tensor]  # the parameters of the measured gradients, in the order of the flags
     layout: ShardLayout | None = None  # None if every rank holds all of them
@@ -63,7 +63,7 @@ class Measurement(NamedTuple):
 
 
 def joined(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Join measurements of the same gradients. An overflow in any measurement is kept.
+    """Merge measurements of the same gradients. An overflow in any measurement is kept.
 
     Clipping by value turns inf into a finite number, so an overflow found before the clip must be kept.
     """
@@ -139,7 +139,7 @@ def measured(
 def multiply_(
     params: list[Tensor], factor: Tensor, max_norm: float | None = None, found_inf: Tensor | None = None
 ) -> None:
-    """Multiply the gradients of parameters by a number on the device (0-dim).
+    """Multiply the gradients of parameters in place by a 0-dim tensor.
 
     If ``max_norm`` is given, ``factor`` must be the norm of the gradients. The gradients are then clipped to
     ``max_norm`` instead, unless ``found_inf`` is 1.

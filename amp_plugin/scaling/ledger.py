@@ -2,9 +2,9 @@
 
 A gradient *carries* the loss scale that it is multiplied by. An unscaled gradient carries nothing. A record
 belongs to a parameter and not to an optimizer, so optimizers that share a parameter share its record. Only
-the ledger changes a record. To *use* a gradient is to unscale it by ``unscale_``, to clip it, or to step with
-it. Five events change a record. The table shows what happens to an unscaled gradient, and to a gradient that
-carries the loss scale S:
+the ledger changes a record. To *use* a gradient is to unscale it with ``unscale_``, to clip it, or to step
+with it. Five events change a record. The table shows what happens to an unscaled gradient, and to a gradient
+that carries the loss scale S:
 
 =================================== =================== ============================== ==================
 event                               unscaled gradient   gradient that carries S        method
@@ -31,17 +31,19 @@ changes the records. ``begin_backward`` records that gradients are multiplied by
   optimizer that has called ``unscale_`` must also step first.
 - If a gradient overflows, the next update lowers the loss scale of every loss that contributed to the
   gradient.
-- The last row of the table, ``assume_scaled``, applies if an optimizer unscales or steps again after its own
-  step and an update, without a scaled backward pass in between. Writes through ``.data``, NumPy or a
-  collective do not change a gradient's version counter. Therefore, after the optimizer has stepped, its
-  gradients are assumed to be scaled even if their version counters have not changed. If the optimizer has
-  called ``unscale_`` but has not stepped, a gradient is assumed to be scaled only if its address has changed.
+- The last row of the table, ``assume_scaled``, applies if, after ``step()`` and ``update()``, an optimizer's
+  gradients are used again although no scaled backward pass has run in between. Writes through ``.data``,
+  NumPy or a collective do not change a gradient's version counter. Therefore, after the optimizer has
+  stepped, its gradients are assumed to be scaled even if their version counters have not changed. If the
+  optimizer has called ``unscale_`` but has not stepped, a gradient is assumed to be scaled only if its
+  address has changed.
 - A program may set the stage of an optimizer in ``scaler._per_optimizer_states`` to READY, or remove the
   optimizer's entry. The optimizer's gradients are then assumed to be scaled, as in the last row of the table.
   The gradients are also assumed to be scaled if a scaled backward pass begins before the optimizer uses them.
 
-The ledger also knows whether a backward pass or the user has changed a gradient. Each time the ledger looks
-at a gradient, it records the gradient's address and version counter, to compare them later::
+The ledger also records whether a gradient has been changed, by a backward pass or by the user's code. Each
+time the ledger looks at a gradient, it records the gradient's address and version counter, to compare them
+later::
 
     waits()       Is there a scaled gradient that no optimizer has used since a backward pass added to it?
     has_grown()   Has a backward pass added to a gradient since its last use?
@@ -128,8 +130,8 @@ class GradientLedger:
         Parameters that have no gradient at the moment are included.
 
         Returns:
-            For each loss scale, a tuple of the loss scale (or None), the parameters, and whether a gradient
-            has changed since it was last recorded.
+            One tuple for each loss scale. The tuple has the loss scale (None for unscaled gradients), its
+            parameters, and whether any of their gradients has changed since it was last recorded.
         """
         parts: dict[LossScale | None, tuple[list[Tensor], list[bool]]] = {}
         for param, record in zip(self.params, self.records, strict=True):
@@ -158,8 +160,9 @@ class GradientLedger:
         """Record that an optimizer uses its gradients, which are already divided by their loss scale.
 
         Args:
-            optimizer: The number of the optimizer; 0 for a clip. Gradients that were only clipped are never
-                assumed to be scaled again, so the user may clip the same gradients repeatedly.
+            optimizer: The number that identifies the optimizer, or 0 if the gradients are only clipped.
+                Gradients that have only been clipped are never taken for newly scaled gradients, so the user
+                may clip the same gradients repeatedly.
             updates: The number of updates of the loss scale that have been requested.
             steps: True if the optimizer steps with the gradients; False if it only unscales them.
         """
@@ -171,7 +174,7 @@ class GradientLedger:
             record.seen = _seen(grad)
 
     def assume_scaled(self, scale: LossScale, optimizer: int, updates: int) -> bool:
-        """Mark unscaled gradients as scaled again, if torch.amp would unscale them a second time.
+        """Mark unscaled gradients as still scaled, if torch.amp would unscale them a second time.
 
         After an optimizer step, the gradients that the step used are assumed to be scaled. If the optimizer
         has unscaled a gradient but has not stepped, the gradient is assumed to be scaled only if its address
@@ -179,9 +182,9 @@ class GradientLedger:
 
         Args:
             scale: The loss scale by which the gradients are assumed to be multiplied.
-            optimizer: The number of the optimizer.
-            updates: The number of updates that have been requested. The records of gradients that were used
-                after the last update do not change.
+            optimizer: The number that identifies the optimizer.
+            updates: The number of updates that have been requested. If a gradient has been used since the
+                last update, its record does not change.
 
         Returns:
             True if any existing gradient is now assumed to be scaled.
@@ -195,7 +198,7 @@ class GradientLedger:
         return found
 
     def write(self, write: Callable[[], None]) -> None:
-        """Call ``write``, a function that multiplies gradients, without marking the gradients as changed.
+        """Call ``write`` (a function that multiplies gradients), but do not mark the gradients as changed.
 
         A gradient that had already changed before ``write`` was called still counts as changed.
         """
@@ -221,7 +224,7 @@ class GradientLedger:
         """Return whether a backward pass has added to a gradient since its last use.
 
         Call this method only after a scaled backward pass has begun. If a gradient changed before the
-        backward pass began, the user's code may have changed it.
+        backward pass began, the change may come from the user's code and not from autograd.
         """
         return any(record.has_grown or record.is_changed(grad) for grad, record in self._each())
 

@@ -38,7 +38,7 @@ class LossScale:
         growth_interval: The number of steps without an overflow before the scale grows; 0 for a constant
             scale.
         init_scale: The first value.
-        value: The scale (float32, 0-dim) on the device of the first loss; None before that.
+        value: The scale (float32, 0-dim), on the device of the first loss; None until a loss has been scaled.
         growth_tracker: The number of steps since the last overflow or growth of the scale (int32, 0-dim), on
             the device of ``value``.
         hysteresis_tracker: The number of overflows left until the scale shrinks (int32, 0-dim), on the device
@@ -252,7 +252,7 @@ def widened(output: Tensor) -> Tensor:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on ``device``. The host waits only for a copy to the CPU."""
+    """Copy a tensor to ``device``. The host waits for the copy only if ``device`` is the CPU."""
     if tensor.device == device:
         return tensor
     to_host = device.type == "cpu" and tensor.device.type != "cpu"
@@ -277,7 +277,11 @@ def _one(device: torch.device, stream: int) -> Tensor:
 
 
 def divisor_of(scale: LossScale | None, device: torch.device) -> tuple[Tensor, bool]:
-    """Return a number that unscales gradients on ``device`` (float32, 0-dim), and whether it is a divisor."""
+    """Return the number by which gradients on ``device`` must be multiplied or divided to unscale them.
+
+    Returns:
+        The number (float32, 0-dim), and True if gradients must be divided by it, else False.
+    """
     if scale is None:
         # A captured CUDA graph and fake tensors must not use the cached tensor.
         own = capturing(device) or torch._guards.detect_fake_mode() is not None

@@ -55,7 +55,7 @@ _OWN_UNSCALING = (
 
 # Stored instead of the number of updates if a program has set an optimizer's stage to READY.
 _WRITTEN: Final = -1
-# If an optimizer has more measurements than this, measurements of the same gradients are joined.
+# If an optimizer has more measurements than this, repeated measurements of the same gradients are merged.
 _MOST_KEPT = 16
 _numbers = itertools.count(1)
 
@@ -71,11 +71,12 @@ class OptimizerState:
         backwards: The number of scaled backward passes since the scaler first saw the optimizer.
         norm: The norm of the unscaled gradients before the first clip (float32, 0-dim); None if it was not
             measured.
-        norm_type: The p of that p-norm.
-        found_inf_per_device: Maps each device to 1.0 if an overflow was found there since the last step. A
-            program may write to this dict.
+        norm_type: The p of the p-norm in ``norm``.
+        found_inf_per_device: Maps each device to 1.0 if an overflow was found there since the last step, else
+            to 0.0. A program may write to this dict.
         measurements: The measurements since the last step. They say which parameters overflowed.
-        contributions: The previous loss scales of gradients that were rescaled, each with an overflow flag.
+        contributions: One tuple for each group of rescaled gradients, with their previous loss scale and
+            their overflow flag.
         result: The result of the last step.
     """
 
@@ -101,7 +102,7 @@ class OptimizerState:
         self.found_inf_per_device: dict[Any, Tensor] = {}
         self.measurements: list[Measurement] = []
         self._loss_scales: dict[LossScale, None] = {}  # the loss scales applied to losses
-        # The previous loss scales of gradients that were rescaled, each with an overflow flag.
+        # One tuple for each group of rescaled gradients, with their previous loss scale and overflow flag.
         self.contributions: list[tuple[LossScale, Tensor]] = []
 
     @property
@@ -144,8 +145,8 @@ class OptimizerState:
             others: The states of all optimizers of the scaler. The new ledger reuses the records of
                 parameters that optimizers share.
             last: The loss scale of the last scaled backward pass; None if there was none. Gradients of new
-                parameters are assumed to be multiplied by this loss scale. If ``last`` is None, the gradients
-                are assumed to be multiplied by the default loss scale, as in torch.amp.
+                parameters are assumed to have been multiplied by this loss scale. If ``last`` is None, the
+                gradients are assumed to have been multiplied by the default loss scale, as in torch.amp.
         """
         mine = {id(param) for param in self.params}
         new = [param for param in params if id(param) not in mine]
@@ -186,7 +187,7 @@ class OptimizerState:
         ]
 
     def scales_carried(self) -> set[LossScale | None]:
-        """Return the loss scales that the gradients carry; None stands for unscaled gradients."""
+        """Return the loss scales by which gradients are multiplied; None stands for unscaled gradients."""
         return {scale for scale, _, _ in self.parts()}
 
     def delays_update(self, *, is_alone: bool) -> bool:
@@ -244,7 +245,7 @@ class OptimizerState:
             raise RuntimeError(_STRAYS.format(kind=kind, count=len(named), some=some, backward=backward))
 
     def begin_backward(self, scale: LossScale) -> None:
-        """Rescale existing gradients to ``scale``, the loss scale of the backward pass that will now run."""
+        """Rescale existing gradients to ``scale``, the loss scale of a backward pass that is about to run."""
         if self.ledger.has_gradients():
             self._forget_if_zero()
         else:
@@ -391,7 +392,7 @@ class OptimizerState:
             raise ValueError(msg)
 
     def unscale_(self, norm_type: float = 2.0, *, on_request: bool = True) -> tuple[Tensor, Tensor]:
-        """Unscale the gradients that are still scaled, and measure them.
+        """Unscale the gradients that are still scaled. Compute the norm and overflow flag of all gradients.
 
         Args:
             norm_type: The p of the p-norm.
@@ -410,8 +411,8 @@ class OptimizerState:
         """Unscale the gradients with a program's own ``_unscale_grads_``, and keep the flags it returns.
 
         Args:
-            unscale: A function that takes the loss scale (float32, 0-dim) and returns a dict, which maps each
-                device to 1.0 if there is an overflow.
+            unscale: A function that takes the loss scale (float32, 0-dim) and returns a dict that maps each
+                device to its overflow flag, which is 1.0 for an overflow, else 0.0.
         """
         self.begin_call()
         carried = [scale for scale, params, _ in self.parts() if any(p.grad is not None for p in params)]
@@ -426,7 +427,7 @@ class OptimizerState:
         self._use_as(OptState.UNSCALED)
 
     def write_stage(self, stage: OptState) -> None:
-        """Set the stage that a program has written into ``_per_optimizer_states``.
+        """Set the optimizer's stage to the value that a program wrote into ``_per_optimizer_states``.
 
         If the stage is UNSCALED or STEPPED, the gradients are treated as unscaled. If the stage is READY,
         gradients that were already unscaled or used in a step are assumed to be multiplied by the default

@@ -16,7 +16,7 @@ from amp_plugin.scaling.gradients import Measurement
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstModules:
-    """The first modules in a step that had an inf or nan in an input, output or gradient.
+    """The modules that were the first in a step to have an inf or nan in an input, output or gradient.
 
     Attributes:
         forward: A sentence about the first input or output that was not finite; empty if all were finite.

@@ -129,7 +129,7 @@ def gradient_penalty(
 def _unscaled(
     grads: Sequence[Tensor | None], wide: Sequence[Tensor | None], loss_scale: LossScale
 ) -> tuple[Tensor | None, ...]:
-    """Divide gradients by the loss scale, and record an overflow for the next update of the scale."""
+    """Divide gradients by the loss scale, and record for its next update whether a gradient overflowed."""
     present = [g.detach() for g in grads if g is not None]
     for device in {g.device for g in present}:
         own = [g for g in present if g.device == device]

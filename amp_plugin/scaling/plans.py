@@ -40,7 +40,7 @@ Taken = tuple[Any, bool | None]
 
 @dataclass(frozen=True)
 class OnePass:
-    """One kernel divides, clips, checks the flag, steps and writes the gradients."""
+    """One kernel divides, clips and stores the gradients, and steps unless the overflow flag is 1."""
 
     _step: OnePassStep
 
@@ -120,7 +120,7 @@ def choose(optimizer: Optimizer, why_not: str, *, scales: bool) -> Plan:
 
     Args:
         optimizer: The optimizer, or an optimizer that wraps it.
-        why_not: The reason why this optimizer cannot step in one pass; empty if it can.
+        why_not: The reason why this optimizer can never step in one pass; an empty string if it can.
         scales: True if losses are scaled.
     """
     if not why_not:
@@ -136,7 +136,10 @@ def choose(optimizer: Optimizer, why_not: str, *, scales: bool) -> Plan:
 
 
 def why_not_one_pass(state: OptimizerState, optimizer: Optimizer, *, has_arguments: bool) -> str:
-    """Return why this optimizer cannot step in one pass, whatever its gradients; empty if it can."""
+    """Return the reason why this optimizer can never step in one pass, or an empty string if it can.
+
+    The function does not examine the current gradients. They can still prevent a step in one pass.
+    """
     if has_arguments:
         return "step() was given arguments"
     if not state.shared.options.one_pass:
@@ -178,7 +181,8 @@ def _take_unless(found: Tensor, optimizer: Optimizer, call: Call) -> Taken:
 @contextmanager
 def _kernel_reads(optimizer: Any, found: Tensor) -> Iterator[None]:
     """Set the ``found_inf`` that a fused optimizer reads, and restore the old value after the block."""
-    # CPU parameters need found_inf on the CPU. torch would copy it without waiting for the copy.
+    # CPU parameters need found_inf on the CPU.
+    # torch would copy found_inf asynchronously, and might read it before the copy is complete.
     on_host = not found.is_cpu and any(param.is_cpu for param in params_of(optimizer))
     own = {name: getattr(optimizer, name) for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)}
     optimizer.grad_scale, optimizer.found_inf = own.get("grad_scale"), found.cpu() if on_host else found
@@ -191,7 +195,7 @@ def _kernel_reads(optimizer: Any, found: Tensor) -> Iterator[None]:
 
 
 def _without_momentum(optimizer: Optimizer) -> list[Tensor]:
-    """Return parameters whose momentum buffer a skipped fused SGD step would leave uninitialised."""
+    """Return parameters whose momentum buffer would stay uninitialised if a fused SGD step were skipped."""
     return [
         param
         for group in (optimizer.param_groups if isinstance(optimizer, SGD) else ())

@@ -34,8 +34,8 @@ class Shared:
         device: As given.
         enabled: As given.
         words: How error messages write calls such as ``step``, for the framework in use.
-        scales_all: True if the entry point, such as Lightning, runs every scaled backward pass itself. If so,
-            a backward pass that the user's program runs directly gives unscaled gradients.
+        scales_all: True if the entry point, such as Lightning, runs every scaled backward pass itself. If the
+            user's program calls ``loss.backward()`` itself, the gradients are then unscaled.
         spikes: Judges whether a step is a spike.
         updates: The number of updates that have been requested. After an update, all optimizers are in the
             stage READY again.
@@ -83,8 +83,8 @@ class Shared:
 
         Args:
             words: How users of the program's framework write each call, such as ``scaler.step(optimizer)``.
-            scales_all: True if the entry point runs every scaled backward pass itself. If so, a backward pass
-                that the user's program runs directly gives unscaled gradients.
+            scales_all: True if the entry point runs every scaled backward pass itself. If the user's program
+                calls ``loss.backward()`` itself, the gradients are then unscaled.
         """
         self.words, self.scales_all = words, scales_all
 
@@ -121,9 +121,9 @@ class Shared:
     def require_scale(self, call: str, target: Any = ()) -> None:
         """Raise AssertionError if no loss has been scaled.
 
-        Lightning and Accelerate scale all losses themselves, and their first batches may have no loss. If no
-        parameter has a gradient after a batch without a loss, no error is raised, and the loss scale is
-        initialized.
+        Lightning and Accelerate scale all losses themselves, and in their loops the first batches may not
+        produce a loss. If no loss has been scaled and no parameter has a gradient, initialize the loss scale
+        there instead of raising an error.
 
         Args:
             call: The name of the method that needs the loss scale.

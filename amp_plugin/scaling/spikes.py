@@ -6,9 +6,9 @@
     judge(step)       Decide with one op on the device whether the step is a spike, and update the mean.
     raise_for_spike   Raise SpikeError, once the host knows that the step was a spike.
 
-The running mean and deviation of norms or losses are tensors on the device. Therefore a step needs no host
-sync, even if it is skipped or clipped as a spike. :func:`amp_plugin.kernels.reference.judge_step_` defines
-the rule.
+The running mean and deviation of norms or losses are tensors on the device. Therefore a spike needs no host
+sync, whether the step is skipped or its gradients are clipped.
+:func:`amp_plugin.kernels.reference.judge_step_` defines the rule.
 """
 
 from __future__ import annotations

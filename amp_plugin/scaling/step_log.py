@@ -6,9 +6,9 @@
     read()      takes steps from the queue, in order, once the host knows whether they were skipped. read()
                 also counts skips in a row, and calls subscribers such as adapters and the run report.
 
-On the CPU the host knows at once whether a step was skipped. On a GPU the host learns later whether a fused
-or one-pass step was skipped. The step then leaves the queue when a later step is added, when ``update()`` is
-called, or when a caller waits for the device.
+On the CPU the host knows at once whether a step was skipped. On a GPU, the host does not know immediately
+whether a fused or one-pass step was skipped. The step then stays in the queue until a later step is added,
+``update()`` is called, or a caller waits for the device.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ class _Record:
         """Forget all skips."""
         self.skipped: Tensor | None = None  # float32, 0-dim, on the device
         self.in_a_row = 0
-        # The number of known skipped steps that have not held back the learning rate schedulers yet.
+        # The number of known skipped steps for which learning rate schedulers have not been held back yet.
         self.owed = 0
         self.is_held = False
 
@@ -338,7 +338,7 @@ class _Record:
         self.owed += skipped
 
     def hold(self) -> None:
-        """Hold learning rate schedulers back if they were held back fewer times than steps were skipped."""
+        """Hold the learning rate schedulers back once, if there have been more skipped steps than holds."""
         self.is_held = self.owed > 0
         self.owed -= self.is_held
 
@@ -420,7 +420,7 @@ class StepLog:
     """
 
     def __init__(self, skipped_before: int = 0) -> None:
-        # The number of skipped steps from a loaded state or a copied scaler.
+        # The skip count that was taken over from a loaded state dict, a copied scaler or deleted optimizers.
         self.skipped_before = skipped_before
         # True once a step was captured in a CUDA graph. Replays of the graph do not call subscribers.
         self.has_captured = False
@@ -440,7 +440,7 @@ class StepLog:
             follower(self)
 
     def add(self, optimizer: Optimizer, result: StepResult) -> None:
-        """Count a step, which was skipped if ``result.found_inf`` is 1, and read the queue."""
+        """Count a step (as skipped if ``result.found_inf`` is 1), and read the queue."""
         record = self._record_of(optimizer)
         found = result.found_inf
         record.count(found, skipped=result.skipped_if_known())
@@ -557,7 +557,7 @@ class StepLog:
     def _record_of(self, optimizer: Optimizer) -> _Record:
         record = self._records.get(id(optimizer))
         if record is None or record.optimizer() is not optimizer:
-            # If a deleted optimizer had the same id, keep its skip count in the total.
+            # Keep the skip count of a deleted optimizer that had the same id as this optimizer.
             self.skipped_before += 0 if record is None else record.total()
             self._met += 1
             record = self._records[id(optimizer)] = _Record(optimizer, self._met - 1)

@@ -128,7 +128,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         # ``_found`` maps an optimizer's id and its stage to overflow flags.
         self._own: dict[int, dict[str, Any]] = {}
         self._found: dict[tuple[int, OptState], dict[Any, Tensor]] = {}
-        self._wrapped: dict[int, int] = {}  # maps the id of a wrapper to the id of the optimizer inside
+        self._wrapped: dict[int, int] = {}  # maps a wrapper's id to the id of the optimizer that it wraps
 
     def own(self, key: int) -> dict[str, Any]:
         """Return the entries of a record that match no attribute of OptimizerState."""
@@ -259,7 +259,7 @@ class OptimizerRecord(MutableMapping[str, Any]):
         self._records, self._key = records, key
 
     def __getitem__(self, name: str) -> Any:
-        """Return the stage, the overflow flags by device, or an entry that the program has added."""
+        """Return, depending on the key, the stage, the overflow flags, or a value that the program added."""
         own, state = self._records.own(self._key), self._records.state_of(self._key)
         if name == _STAGE:
             return own.get(name, OptState.READY) if state is None else state.stage
@@ -268,7 +268,7 @@ class OptimizerRecord(MutableMapping[str, Any]):
         return own[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Take an entry that a program writes."""
+        """Store an entry that a program writes."""
         own, state = self._records.own(self._key), self._records.state_of(self._key)
         if state is not None and name == _STAGE:
             self._records.write_stage(self._key, state, value)

@@ -1,4 +1,6 @@
-"""Multiplies scaled gradients by new/old when a backward pass uses another loss scale or the scale changes.
+"""Rescales gradients when a backward pass uses another loss scale, or when the loss scale changes.
+
+Scaled gradients are multiplied by the ratio of the new loss scale to the old one.
 
 Only a backward pass from a scaled loss produces scaled gradients. The version counter of a gradient does not
 show whether a backward pass or a clip has changed it. Therefore a hook on the scaled loss records each
@@ -62,7 +64,8 @@ def _begin(
 ) -> Tensor | None:
     """Record that a backward pass begins.
 
-    If the scale has changed since ``scale()`` was called, multiply the gradient of the loss by new/old.
+    If the scale has changed since ``scale()`` was called, multiply the gradient of the loss by the
+    ratio of the new scale to the old.
     """
     if (known := core()) is not None:
         _begin_backward(known, scale)
@@ -121,7 +124,7 @@ def settle(core: ScalerCore, *, force: bool) -> None:
 
 
 def set_scale(core: ScalerCore, new_scale: float | Tensor) -> None:
-    """Set all loss scales at once, and multiply scaled gradients by new/old."""
+    """Set all loss scales at once, and multiply scaled gradients by the ratio of the new scale to the old."""
     value = _checked(new_scale)
     with set_by_hand(core, f"update({new_scale!r})"):
         core.shared.count_update()
@@ -132,7 +135,7 @@ def set_scale(core: ScalerCore, new_scale: float | Tensor) -> None:
 
 @contextmanager
 def set_by_hand(core: ScalerCore, call: str) -> Iterator[None]:
-    """Multiply scaled gradients by new/old after the block has set loss scales.
+    """If the block sets loss scales, multiply scaled gradients by the ratio of the new scale to the old.
 
     Raises:
         RuntimeError: A scaled gradient is float16. Rescaling a float16 gradient would lose small values.
@@ -145,7 +148,7 @@ def set_by_hand(core: ScalerCore, call: str) -> Iterator[None]:
 
 @contextmanager
 def _changing(core: ScalerCore) -> Iterator[None]:
-    """Multiply scaled gradients by new/old after the block has changed loss scales."""
+    """If the block changes loss scales, multiply scaled gradients by the ratio of new scale to old scale."""
     before = [(scale, scale.edition, scale.snapshot()) for scale in core.shared.used_scales()]
     yield
     core.await_update(False)
