@@ -3,13 +3,13 @@
 ``python -m benchmarks`` measures all sections on the CPU, and writes results/ and the figures in docs/.
 ``python -m benchmarks cuda`` measures all sections on a GPU.
 ``python -m benchmarks --only ops clipping`` measures two sections, and keeps the saved figures of all others.
-``python -m benchmarks --check`` runs only comparisons that have a promised limit, and writes no file.
-With ``--check``, the exit code is 1 if a result is more than 10 % worse than its promised limit.
-``python -m benchmarks --keep`` measures and saves figures, but does not write the documentation.
-``python -m benchmarks --draw`` writes the documentation from the figures saved for this machine.
-``python -m benchmarks cuda --draw --figures FILE`` writes the documentation from figures of another machine.
-``python -m benchmarks cuda --promises --figures FILE`` shows whether each promised limit is met. With
-``--promises``, the exit code is 1 if a result is more than 10 % worse than its promised limit.
+``python -m benchmarks --check`` runs only comparisons with a limit in the documentation, and writes no file.
+With ``--check``, the exit code is 1 if a result misses its limit in the documentation by more than 10 %.
+``python -m benchmarks --keep`` measures and saves figures, but does not change the documentation.
+``python -m benchmarks --draw`` writes the figures saved for this machine into the documentation.
+``python -m benchmarks cuda --draw --figures FILE`` writes figures measured elsewhere into the documentation.
+``python -m benchmarks cuda --promises --figures FILE`` shows which results meet their limits.
+With ``--promises``, the exit code is 1 if a result misses its limit in the documentation by more than 10 %.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def figures(options: argparse.Namespace) -> Report:
 
 
 def show_promises(report: Report) -> int:
-    """Print whether each result meets its promised limit.
+    """Print whether each result meets the limit that the documentation promises.
 
-    Return 1 if any result exceeds its limit by more than the tolerance, else 0.
+    Return 1 if any result misses its limit by more than the tolerance, else 0.
     """
     outcomes = [outcome for record in report.sections.values() for outcome in record.outcomes]
     for outcome in outcomes:
@@ -128,7 +128,7 @@ def show_promises(report: Report) -> int:
 
 
 def missed(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return a line of text for each result that exceeds its promised limit by more than the tolerance."""
+    """Return a line of text for each result that misses its promised limit by more than the tolerance."""
     return [
         f"{outcome.table}: {outcome.name}: {verdict.text}"
         for outcome in outcomes

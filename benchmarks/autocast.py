@@ -67,7 +67,7 @@ def _calls(setting: Setting, dtype: torch.dtype) -> dict[str, Call]:
 
 
 def nothing_to_cast(setting: Setting) -> Iterator[Comparison]:
-    """Compare ops whose inputs need no cast. The lower limit is the time of the op without autocast."""
+    """Time ops whose inputs need no cast under amp_plugin.autocast, torch.autocast and no autocast."""
     single = torch.randn(4, 4, device=setting.device)
     calls = _calls(setting, BF16)
     calls["mse_loss, fp32"] = lambda: functional.mse_loss(single, single)

@@ -43,8 +43,8 @@ class Clock(Protocol):
 def waited() -> float:
     """Return how many seconds the threads of this process have waited for a free CPU.
 
-    Linux counts the waiting time of each thread. The result is 0 if the Linux kernel does not count waiting
-    times.
+    Linux records how long each thread has waited for a CPU.
+    The result is 0 if the Linux kernel does not record waiting times.
     """
     nanoseconds = 0
     for task in Path("/proc/self/task").glob("*/schedstat"):
@@ -92,7 +92,7 @@ def synchronised_time(call: Call, **options: object) -> Sample:
 def event_time(
     call: Call, *, repeat: int = 1, prepare: Call = nothing, around: Around = nullcontext
 ) -> Sample:
-    """Measure the GPU time from the first launch to the end of the last kernel, with a flushed L2 cache.
+    """Flush the L2 cache, then measure the GPU time from the first launch to the end of the last kernel.
 
     The GPU is idle at first, so the result includes the time in which the GPU waits for launches.
     """
@@ -102,7 +102,7 @@ def event_time(
 def device_time(
     call: Call, *, repeat: int = 1, prepare: Call = nothing, around: Around = nullcontext
 ) -> Sample:
-    """Measure the GPU time of kernels that the host has launched in advance, with a flushed L2 cache.
+    """Flush the L2 cache, then measure the GPU time of kernels that the host has launched in advance.
 
     The result is the time that the kernels take in a training step if the host is ahead of the GPU.
     """

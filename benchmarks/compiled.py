@@ -1,4 +1,4 @@
-"""Compare amp_plugin with torch under torch.compile, for autocast regions and for a training step."""
+"""Time amp_plugin and torch under torch.compile, in autocast regions and in a training step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Compiled(Section):
     key = "compiled"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Compare amp_plugin and torch on regions around and inside a compiled model, then on whole steps."""
+        """Time a compiled model with an autocast region around or inside it, then a whole training step."""
         own = OpRules.default(setting.device).with_rule("aten::softmax.int", "fp32")
         regions: dict[str, Region] = {
             "default rules": lambda: autocast(setting.device, BF16),

@@ -87,7 +87,7 @@ def waits(call: Call) -> int:
 
 
 class Bandwidth(Section):
-    """Measure the memory bandwidth of each op, without the time that the host takes."""
+    """Measure the memory bandwidth of each op on the GPU, excluding host time."""
 
     key = "bandwidth"
     threads = 0

@@ -31,7 +31,7 @@ class Diagnosis(Section):
     key = "diagnosis"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield comparisons with and without a diagnose block, then with and without a run report."""
+        """Time training code with and without a diagnose block, and with and without a run report."""
         yield not_armed(setting)
         for name, make in (
             ("GPT 6 x 64, launch-bound", launch_bound_gpt),

@@ -27,7 +27,7 @@ ADAMW = "AdamW on 134 million elements: GB read and written per second"
 
 
 class Forms(Section):
-    """Measure five ops on gradients in three dtypes, and AdamW with 18 combinations of dtypes."""
+    """Measure the bandwidth of five gradient ops in three dtypes, and of AdamW in 18 dtype combinations."""
 
     key = "forms"
     threads = 0

@@ -86,7 +86,7 @@ class Gradients:
 
 
 class Kernels(Section):
-    """Compare our ops with the fastest torch op that reads or writes the same number of bytes."""
+    """Compare the time of each of our ops with the fastest torch op that reads or writes as many bytes."""
 
     key = "kernels"
     threads = 0
@@ -101,7 +101,7 @@ class Kernels(Section):
 
 
 def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
-    """Compare each op on a set of gradients with torch's op on one tensor of the same size."""
+    """Time each op on a set of gradients, and time a torch op on one tensor of the same total size."""
     grads = [torch.randn(shape, device=setting.device) for shape in shapes_of(name, setting)]
     numel = sum(grad.numel() for grad in grads)
     flat = grads[0] if len(grads) == 1 else torch.randn(numel, device=setting.device)
@@ -172,14 +172,14 @@ def norm_error(setting: Setting) -> Comparison:
 
 
 class Clipping(Section):
-    """Compare unscaling, checking and clipping with torch's ``unscale_`` and ``clip_grad_norm_``."""
+    """Compare the time to clip scaled gradients with that of torch's ``unscale_`` and ``clip_grad_norm_``."""
 
     key = "clipping"
     threads = 0
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """For each set of gradients, compare our in-place clipping with torch's clipping."""
+        """For each set of gradients, time our in-place clipping and torch's clipping."""
         names = ["ResNet-50", "GPT-2 124M", "1000 x 100 KB", "1000 x 1 KB"]
         for name in names if setting.device == "cpu" else [*names, *LARGE_ON_CUDA]:
             bench = Gradients(shapes_of(name, setting), setting.device)

@@ -203,7 +203,7 @@ class Outcome:
 
 
 def judge(gate: Gate, ours: Sequence[float], theirs: Sequence[float]) -> Verdict:
-    """Compute the measure in each round, and compare its median with the promised limit."""
+    """Compute a measure, such as a time ratio, in each round, and compare its median with the limit."""
     measure = MEASURES[gate.measure]
     value = statistics.median(measure.of(a, b) for a, b in zip(ours, theirs, strict=True))
     holds = value >= gate.limit / TOLERANCE if measure.at_least else value <= gate.limit * TOLERANCE

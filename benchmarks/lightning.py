@@ -1,4 +1,4 @@
-"""Compare the time of Lightning's training steps with AmpPrecision and with Lightning's own plugin."""
+"""Time Lightning's training steps with AmpPrecision and with Lightning's own precision plugin."""
 
 from __future__ import annotations
 

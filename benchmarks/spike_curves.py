@@ -6,7 +6,7 @@
 A character model is trained in bf16 on the source code of this package. In one of every fifty steps, all
 gradients are multiplied by a factor, which imitates the effect of a corrupt training example.
 
-The table shows which share of spikes would be detected if a spike made the gradient norm k times as large.
+The table shows what share of spikes would be detected if each spike made the gradient norm k times as large.
 This share is computed from runs without spikes. A step with gradient norm n counts as detected if k * n is
 above the spike limit of that step.
 """

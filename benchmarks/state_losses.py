@@ -1,6 +1,6 @@
-"""Train models with each format of optimizer state from several seeds, and compare the final losses.
+"""Train models with several seeds and each format of optimizer state, and compare the final losses.
 
-``python -m benchmarks.state_losses FILE`` trains the models of all runs that are not in FILE yet.
+``python -m benchmarks.state_losses FILE`` does all training runs that are not in FILE yet.
 ``python -m benchmarks.state_losses FILE --seconds 100`` starts no further run after 100 seconds.
 ``python -m benchmarks.state_losses FILE --draw PLOT`` plots the runs in FILE.
 
@@ -182,7 +182,7 @@ def difference(
 
 
 def main() -> None:
-    """Train the runs that are missing from the file, or plot the runs in the file."""
+    """Do the training runs that are missing from the file, or plot the runs in the file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.state_losses")
     parser.add_argument("file", type=Path, help="of JSON lines, a run each")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after so many")

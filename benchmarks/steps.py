@@ -80,7 +80,7 @@ class MadeGradients(torch.autograd.Function):
 
 
 class Steps(Section):
-    """Compare optimizer steps with amp_plugin's scaler, with torch's scaler, and without a scaler."""
+    """Time optimizer steps with amp_plugin's scaler, with torch's scaler, and without a scaler."""
 
     key = "steps"
     threads = 0
@@ -106,7 +106,7 @@ class Steps(Section):
 
 
 def whole_step(setting: Setting, name: str, optimizer: str) -> Comparison:
-    """Compare optimizer steps on a named set of parameters. Backward passes are not timed."""
+    """Time optimizer steps on a named set of parameters. Backward passes are not timed."""
     trained = Trained(shapes_of(name, setting), setting.device, optimizer)
     calls: dict[str, tuple[Callable[[], object], Any]] = {
         OURS: (trained.step_ours, trained.ours),
@@ -126,7 +126,7 @@ def whole_step(setting: Setting, name: str, optimizer: str) -> Comparison:
 
 
 def looked_at(setting: Setting, name: str, option: str) -> Comparison:
-    """Compare steps with and without a scaler option that examines each step, such as ``on_spike``."""
+    """Time optimizer steps with and without a scaler option that examines each step, such as ``on_spike``."""
     shapes, options = shapes_of(name, setting), {option: JUDGED[option]}
     runs = {
         OURS: Trained(shapes, setting.device, "fused AdamW", options=options),
@@ -144,7 +144,7 @@ def looked_at(setting: Setting, name: str, option: str) -> Comparison:
 
 
 def beside_its_limit(setting: Setting, name: str, shapes: Shapes, optimizer: str) -> Comparison:
-    """Compare a whole step with torch's step, and with a plain copy of as many bytes as a step must move.
+    """Compare the time of a whole step with torch's step, and with copying as many bytes as a step must move.
 
     To measure the gradient norm, a step must read 4 bytes per element. To read and write the gradient, the
     parameter and each optimizer state, a step must move 8 bytes per element for each of these tensors.
@@ -208,7 +208,7 @@ def in_16_bits(setting: Setting) -> Comparison:
 
 
 def in_8_bits(setting: Setting) -> Comparison:
-    """Time our step on 8-bit state, and our and torch's steps on float32 state, in one thread."""
+    """Time our step with 8-bit and with float32 state, and torch's step with float32 state, in one thread."""
     steps: dict[str, Sample] = {}
     for label, weights, state in (
         (OURS, "bf16-true", "8bit"),

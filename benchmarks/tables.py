@@ -156,7 +156,7 @@ def missed(report: Report) -> str:
 
 
 def parts(report: Report) -> str:
-    """List the checks of a GPU run other than the benchmarks, with their results."""
+    """List the checks in a GPU run that are not benchmarks, with their results."""
     rows = [["", "outcome", "seconds"]]
     rows += [
         [part["name"], part["verdict"].replace("|", "/"), f"{part['seconds']:.0f}"] for part in report.parts
@@ -165,7 +165,7 @@ def parts(report: Report) -> str:
 
 
 def summary(report: Report, most: int = 10) -> str:
-    """List up to ``most`` comparisons that have a promised ratio to torch or to a stock plugin.
+    """List up to ``most`` comparisons with torch or a stock plugin that have a limit in the documentation.
 
     The first comparison of each section is chosen, then the second of each section, and so on. The chosen
     comparisons are listed in the order of the report.
@@ -181,7 +181,7 @@ def summary(report: Report, most: int = 10) -> str:
 
 
 def _promised(record: SectionRecord) -> list[list[str]]:
-    """Return the rows of comparisons for which a ratio is promised. Missed limits are bold."""
+    """Return a row for each comparison that has a limit in the documentation. Missed limits are bold."""
     rows = []
     for outcome in record.outcomes:
         for rival in (label for label in outcome.ratios if label in RIVALS):

@@ -25,7 +25,7 @@ HELD = "Memory that stays allocated between training steps"
 PEAK = "Peak memory of a training step"
 LOSS = "Loss after five steps: difference from the fp32 loss"
 COUNTED = 5  # the number of steps in which memory and losses are measured, before steps are timed
-# Each entry consists of a precision, a weight format and a format of optimizer state.
+# Each entry consists of a precision, a weight format and an optimizer-state format.
 # Each entry is compared with torch's training step in the same precision.
 WAYS = (
     ("bf16", "bf16", "fp32"),

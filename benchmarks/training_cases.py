@@ -24,8 +24,8 @@ class Case:
         precision: ``"fp16"`` or ``"bf16"``.
         window: The number of micro-batches per optimizer step.
         clip: The gradient norm to which gradients are clipped, or None.
-        optimizers: The number of optimizers. If ``optimizers=2``, the first optimizer steps the
-            transformer blocks, and the second optimizer steps all other parameters.
+        optimizers: The number of optimizers. If ``optimizers=2``, the first optimizer updates the
+            transformer blocks, and the second optimizer updates all other parameters.
         steps: The number of timed optimizer steps in a run. Before the timed steps, a third as many warm-up
             steps are taken.
     """

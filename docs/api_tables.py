@@ -44,7 +44,7 @@ _IS_MARKUP = re.compile(r":\w+:`~?([^`]+)`")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace HTML comments that name API entries with mkdocstrings directives (an mkdocs hook)."""
+    """Insert mkdocstrings directives in place of HTML comments that name API entries (an mkdocs hook)."""
     return _ENTRY.sub(r"\n::: \1\n", markdown)
 
 
