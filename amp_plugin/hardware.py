@@ -32,7 +32,7 @@ class Needs:
         amd: prefixes of the names of AMD architectures that have fast arithmetic in the format.
         cpu: CPU instruction sets, by torch's names. A CPU needs at least one of them.
         xpu: properties of Intel GPUs, under torch's names for them. A GPU needs at least one of them.
-        words: the description of the required hardware for error messages.
+        words: the text that error messages use to describe the required hardware.
     """
 
     nvidia: tuple[int, int]

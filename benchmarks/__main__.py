@@ -40,7 +40,7 @@ CONSOLE = Console(width=160)
 
 
 def run(section: Section, setting: Setting, *, gated: bool = False) -> SectionRecord:
-    """Measure a section. If ``gated``, run only the comparisons for which a limit is promised."""
+    """Measure a section. If ``gated``, measure only comparisons whose result must stay below a limit."""
     begin = time.perf_counter()
     with threads(section.threads), older_objects_frozen():
         outcomes = [

@@ -215,7 +215,7 @@ def uninstalled(setting: Setting) -> Iterator[None]:
 
 @contextmanager
 def installed(setting: Setting) -> Iterator[None]:
-    """Remove and reinstall amp_plugin's kernels, for a fair comparison with ``uninstalled``."""
+    """Reinstall amp_plugin's kernels, so that this case does the same setup work as ``uninstalled``."""
     uninstall_kernels()
     KERNELS.install()
     _settle(setting)

@@ -87,7 +87,7 @@ def armed(setting: Setting, name: str, step: Call) -> Comparison:
 
 
 def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: str) -> Iterator[Comparison]:
-    """Compare the time of training steps with an HTML report and without one."""
+    """Compare the time of training steps that update an HTML report with that of steps without a report."""
 
     def step_of(model: GPT, scaler: GradScaler) -> Call:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)

@@ -1,4 +1,4 @@
-"""Write llms.txt, which lists the documentation pages for language models.
+"""Write llms.txt, a list of the documentation pages that is meant for language models.
 
 Each entry has a link to a page and the first sentence of the page. Run ``python -m docs.llms_txt`` after you
 change the first sentence of a page, or the menu in mkdocs.yml.

@@ -1,4 +1,4 @@
-"""Record training on one process and with FSDP2, and compare the runs, with and without a deliberate bug.
+"""Compare a run on one process with a correct FSDP2 run, and with an FSDP2 run that has a deliberate bug.
 
     python -m recipes.compare_layouts FOLDER
 

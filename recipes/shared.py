@@ -327,7 +327,7 @@ class CharGPT(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(config.width), nn.Linear(config.width, characters))
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return logits ``[B, T, characters]`` for ``text``, int64 ``[B, T]``."""
+        """Return logits of shape ``[B, T, characters]``. ``text`` is an int64 tensor of shape ``[B, T]``."""
         places = torch.arange(text.shape[1], device=text.device)
         return self.head(self.blocks(self.character(text) + self.position(places)))
 

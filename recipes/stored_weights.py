@@ -84,7 +84,7 @@ def train(config: Config) -> TrainingRecord:
 
 
 def _save_in_16_bits(config: Config, folder: str) -> None:
-    """Save a checkpoint of a small GPT-2 with random weights, in a 16-bit dtype as on model hubs."""
+    """Save a small GPT-2 with random weights in 16 bits, like most checkpoints on model hubs."""
     gpt = GPT2Config(
         vocab_size=128,
         n_positions=config.context,

@@ -1,4 +1,4 @@
-"""Which precision does "auto" choose, and which formats does a device compute fast?
+"""Which precision does "auto" choose, and which formats are fast on a device?
 
 Devices' capabilities are faked, because no test machine has them all.
 """

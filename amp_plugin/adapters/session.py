@@ -720,7 +720,10 @@ class EntryPoint:
     def grad(
         self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **options: Any
     ) -> tuple[Tensor | None, ...]:
-        """Return unscaled gradients, like ``torch.autograd.grad``. See :func:`amp_plugin.scaling.grad`."""
+        """Multiply outputs by the loss scale, call ``torch.autograd.grad``, and return unscaled gradients.
+
+        See :func:`amp_plugin.scaling.grad`.
+        """
         return penalty.grad(outputs, inputs, scaler=self._scaler, **options)
 
     def gradient_penalty(

@@ -218,7 +218,7 @@ class Takeover:
         self._made.clear()
 
     def _told_of_steps(self) -> str:
-        """Return a string with the numbers of taken and skipped steps and the last loss scale.
+        """Return a string that says how many steps were taken and skipped, and gives the last loss scale.
 
         The string is empty if there were no steps.
 

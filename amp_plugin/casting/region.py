@@ -274,7 +274,7 @@ def _remade(cls: type[autocast], *arguments: Any, rules: OpRules | None) -> auto
 def _hides_flag(device_type: str) -> bool:
     """Return whether a new region should cache casts although torch's cache flag is off.
 
-    ``torch.cuda.make_graphed_callables`` requires that this flag is off.
+    ``torch.cuda.make_graphed_callables`` requires torch's autocast cache to be turned off.
     """
     regions = open_regions()
     if not regions:

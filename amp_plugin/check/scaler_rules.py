@@ -110,8 +110,8 @@ def step_past_scaler(module: Module) -> Iterator[Hit]:
 def _has_stepped(flow: Flow, before: Event, step: Event) -> bool:
     """Return True if ``optimizer.step()`` always runs after ``scaler.step(optimizer)`` for the same loss.
 
-    In this mistake, ``optimizer.step()`` was meant for the branch without a scaler, but stands outside that
-    branch.
+    Code with this mistake was meant to call ``optimizer.step()`` only in the branch without a scaler, but the
+    call was written outside of that branch.
     """
     is_next = before.position < step.position and before.context.loops == step.context.loops
     if not is_next or before.optimizer != step.who or _extra(step, before):

@@ -7,8 +7,8 @@
 Even in a correct program, an intermediate result on a rank may differ from the same result in the
 single-process run. For example, an embedding with sharded rows looks up wrong rows for some tokens and masks
 them afterwards. A result that differs is therefore ignored if the later results that are computed from it are
-equal in both runs, except for rounding. If no later result that is computed from the differing result exists
-in both runs, the difference is reported.
+equal in both runs, except for rounding. A difference is also reported if none of the
+later results computed from the differing result exists in both runs.
 """
 
 from __future__ import annotations

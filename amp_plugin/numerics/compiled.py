@@ -230,7 +230,7 @@ class _EagerRuns:
         return [*runs, exact]
 
     def difference(self, reading: Reading, value: Tensor) -> tuple[float, float] | None:
-        """Return how far a result differs from eager code, and how far it may differ.
+        """Return how far a result of compiled code differs from the eager result, and how far it may differ.
 
         Return None if rounding can explain the difference.
         """

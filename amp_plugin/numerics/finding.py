@@ -114,7 +114,7 @@ class Finding:
         reached: A string that says where the nan or inf went, for example ``"the loss"``.
         advice: A string that says what to do.
         cures: Lines of code to paste into the program, if computing in fp32 helps.
-        when: A string with the numbers of forward passes, backward passes and optimizer steps so far.
+        when: A string that says how many forward passes, backward passes and optimizer steps have run so far.
         device_type: The device type of the op's results, for example ``"cpu"``.
         in_block: Whether the op or, for a backward op, its forward op ran in an autocast block.
         rule_names: The ops that need an fp32 rule, if computing in 16 bits is the cause of the nan or inf.

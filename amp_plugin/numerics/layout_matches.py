@@ -186,8 +186,8 @@ def _micro_batches(
 ) -> int:
     """Return the number of micro-batches.
 
-    The number of micro-batches is how often a rank runs an op that the single process runs once. If the
-    forward ops inside modules imply different numbers of micro-batches, return the most common number.
+    The number of micro-batches equals the number of times that a rank runs an op that the single process runs
+    once. If the forward ops inside modules imply different numbers, return the most common number.
     """
     ratios: Counter[int] = Counter()
     for place, numbers in mine.items():

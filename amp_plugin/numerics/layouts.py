@@ -152,7 +152,7 @@ class Layout:
         return self._sum(added, scale, lambda piece: piece.part.whole, self.whole.held.sketch)
 
     def combined(self, added: tuple[Axis, ...], scale: float, cut: Dims) -> Combined:
-        """Combine pieces whose order is unknown. The tensor is split along its dimensions ``cut``."""
+        """Combine pieces whose order is unknown. The tensor is split along the dimensions in ``cut``."""
         if not cut:
             if not added and scale == 1:
                 return self._same()

@@ -11,9 +11,9 @@ have written their files.
 - If each rank has a replica, the ranks' sketches are equal.
 
 The position of a part in the whole tensor is known from a DTensor, from FSDP1, or from a program that shards
-its weights itself (see shares.py). The sketch of a part with a known position depends on this position. The
-sketches of all parts then add up to the sketch of the whole tensor, so a part in a wrong position is
-detected.
+its weights itself (see shares.py). If the position of a part is known, the random projections in its sketch
+depend on the position. The sketches of all parts then add up to the sketch of the whole tensor, so a part in
+a wrong position is detected.
 """
 
 from __future__ import annotations

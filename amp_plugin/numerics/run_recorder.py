@@ -33,7 +33,7 @@ _ENTERED_INSIDE = (
 
 
 class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
-    """Record the results of each op in a region, into a file for ``compare_runs``.
+    """Record the results of each op in a region, and write them to a file for ``compare_runs``.
 
     If there are several ranks, each rank writes its own file, and ``path`` is a folder. The folder contains
     ``rank-0.amp``, ``rank-1.amp`` and so on, and ``manifest.json``. Each rank also writes its file after each

@@ -18,7 +18,8 @@ for each op, look at its results
 
 at the end of a region that ran no backward pass, report each inf or nan that no op turned into finite numbers
 
-Results of backward ops are reported only when they reach a gradient, because torch masks many of them.
+An inf or nan in the result of a backward op is reported only if it reaches a gradient.
+Torch's backward ops often replace an inf or nan from an earlier backward op with 0.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Skip:
 
     @property
     def is_spike(self) -> bool:
-        """Whether the step was skipped because its gradient norm had a spike, not because of inf or nan."""
+        """Whether the step was skipped because of a spike in the gradient norm, rather than an inf or nan."""
         return bool(self.report.spike)
 
     @property
@@ -96,7 +96,7 @@ class History:
     def note_growth(self, factor: float) -> None:
         """Record the largest factor by which the norm of a weight has grown so far.
 
-        This method is called at skipped and non-finite steps.
+        This method is called after each skipped or non-finite step.
         """
         self.growth = factor
 

@@ -43,7 +43,7 @@ from amp_plugin.scaling.overflows import OverflowReport, names_of
 from amp_plugin.scaling.ranks import rank_of_process
 from amp_plugin.scaling.step_log import StepLog, StepResult, new_logs
 
-_SECONDS: Final = 10.0  # the shortest time between two writes of the file, in seconds
+_SECONDS: Final = 10.0  # wait at least this many seconds between two writes to the file
 # After this many skipped or non-finite steps, the growth of the weights is not measured any more.
 _MOST_GROWTHS: Final = 20
 _PACKAGES: Final = ("torch", "amp_plugin", "accelerate", "lightning", "pytorch_lightning", "transformers")

@@ -173,8 +173,8 @@ class ScalerCore:
         """Return whether a step must be refused.
 
         A second step is refused if there are no new gradients, unless a closure computes them (``repeats``).
-        A second step is also refused if all optimizers have stepped, because ``update()`` must be called
-        then.
+        With a dynamic loss scale, once all optimizers have stepped, every further step is refused until
+        ``update()`` has been called.
         """
         if state.stage is not OptState.STEPPED:
             return False

@@ -132,7 +132,7 @@ class GradScaler(TorchNames):
 
         Args:
             outputs: A tensor, or a list, tuple, named tuple, dict or other iterable of tensors.
-            name: A name in the option ``losses``, which selects the loss scale with that name.
+            name: The name of the loss scale to multiply by. It must be a name in the option ``losses``.
 
         Returns:
             The same structure with scaled tensors. A float16 tensor becomes float32, so that the product does
@@ -275,7 +275,7 @@ class GradScaler(TorchNames):
         If a gradient is not finite, no gradient is clipped, because the step will be skipped.
 
         Args:
-            optimizer_or_params: An optimizer, or parameters of optimizers that the scaler knows.
+            optimizer_or_params: An optimizer, or parameters that belong to optimizers known to the scaler.
             max_norm: Largest norm.
             norm_type: The p of the p-norm. ``inf``, ``-inf`` and 0 are allowed.
             error_if_nonfinite: True to raise if the norm is not finite. This is a host sync.
@@ -299,7 +299,7 @@ class GradScaler(TorchNames):
         """Clip every element of unscaled gradients, as ``torch.nn.utils.clip_grad_value_`` does.
 
         Args:
-            optimizer_or_params: An optimizer, or parameters of optimizers that the scaler knows.
+            optimizer_or_params: An optimizer, or parameters that belong to optimizers known to the scaler.
             clip_value: Largest absolute value. Infinite elements are clipped too, but the step is still
                 skipped.
 

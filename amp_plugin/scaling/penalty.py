@@ -37,7 +37,7 @@ def grad(
     retain_graph: bool | None = None,
     allow_unused: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Return unscaled gradients of scaled outputs. The interface is that of ``torch.autograd.grad``.
+    """Multiply outputs by the loss scale, call ``torch.autograd.grad``, and return unscaled gradients.
 
     Args:
         outputs: The tensors to differentiate. The tensors must be 0-dim if ``grad_outputs`` is None.

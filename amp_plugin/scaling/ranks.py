@@ -41,8 +41,8 @@ class Ranks:
 
     Args:
         agree: Process groups whose ranks must all take a step or all skip it.
-        sharded: Process groups whose ranks hold different shards of gradients. Norms are combined over the
-            groups. All ranks of a group also take or skip a step together.
+        sharded: Process groups whose ranks hold different shards of gradients. A gradient norm is combined
+            from the shards of all ranks of a group. All ranks of a group also take or skip a step together.
     """
 
     def __init__(self, agree: Sequence[ProcessGroup] = (), sharded: Sequence[ProcessGroup] = ()) -> None:

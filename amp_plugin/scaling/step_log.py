@@ -507,8 +507,8 @@ class StepLog:
     def watched(self, watcher: Subscriber = _ignore, hear: Callable[[Any], None] = _ignore) -> Iterator[None]:
         """Inside the block, call ``watcher(step)`` right after each step, and ``hear(loss)`` for each loss.
 
-        Inside the block the host waits for the device after each step. Learning rate schedulers are held back
-        at the same steps as without a watcher.
+        Inside the block the host waits for the device after each step. A watcher does
+        not change after which steps learning rate schedulers are held back.
         """
         self.subscribe(watcher, first=True)
         self._hearers.append(hear)

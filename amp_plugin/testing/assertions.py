@@ -4,7 +4,7 @@ Each op runs once in the program's dtypes, and once in a wide dtype whose roundi
 alone can cause a relative difference of at most ``explained`` between the two results.
 ``explained`` is the square root of the sum of the squares of two numbers:
 
-- The first number is the relative error of the op itself, but at most half an eps of its dtype.
+- The first number is the relative error of the op itself, capped at half an eps of its dtype.
 - The second number is an allowance for the rounding of earlier ops. This allowance is the largest value of
   ``explained`` among the op's inputs.
 
@@ -55,7 +55,7 @@ _PRECISIONS: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": tor
 
 @dataclass(frozen=True, kw_only=True)
 class _Apart:
-    """A loss, gradient or update that differs from the wide-dtype run by more than rounding explains."""
+    """A loss, gradient or update that differs from the wide-dtype run by more than rounding can explain."""
 
     what: str
     apart: float
@@ -183,7 +183,7 @@ def assert_trains_like(
     steps: int = 3,
     device: str = "cpu",
 ) -> None:
-    """Fail if losses, gradients or updates differ from the reference by more than rounding explains.
+    """Fail if losses, gradients or updates differ from the reference by more than rounding can explain.
 
     Each op runs twice, once in the program's dtypes, and once in the reference dtype with the inputs of the
     reference run. No tolerance has to be set. The tolerance is three times the measured rounding of the ops
@@ -250,7 +250,7 @@ def _regions(precision: str | None, device: str) -> list[torch.autocast]:
 
 
 def assert_same_numerics(run: Callable[[], Any], golden: str | Path, *, steps: int = 10) -> None:
-    """Fail if a program's results differ from its golden file by more than rounding explains.
+    """Fail if a program's results differ from its golden file by more than rounding can explain.
 
     The result of each op is compared with the recorded result. The tolerance is the rounding error of the
     result's dtype, plus the difference between the op's inputs in the two runs. Therefore a golden file that

@@ -163,7 +163,10 @@ def _require_files(folder: Path, names: Sequence[str]) -> None:
 
 
 def _require_all_of_index(folder: Path, files: Sequence[Path], weights: Mapping[str, Any]) -> None:
-    """Check that no weight in the index is missing. Transformers and Accelerate write an index of shards."""
+    """Check that the files contain every weight that the index lists.
+
+    Transformers and Accelerate write an index if they save a model as several files.
+    """
     shard = _SHARD.fullmatch(files[0].stem)
     index = folder / f"{shard['model']}{files[0].suffix}.index.json" if shard else None
     if index is None or not index.is_file():

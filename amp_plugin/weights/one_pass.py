@@ -434,7 +434,8 @@ def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tenso
 
     - Float32 parameters come first. For float32 parameters, the list of further tensors is empty.
     - 16-bit parameters with remainders come next, grouped by the dtype of their remainders. A remainder holds
-      the other bits of a float32 value. The list of further tensors holds the remainders of the group.
+      the bits of a float32 value that do not fit into the 16-bit parameter. The list of further tensors holds
+      the remainders of the group.
     - 16-bit parameters without remainders come last. For the last group, the list of further tensors holds
       float32 copies of the parameters.
     """

@@ -150,8 +150,8 @@ class StoredShard(DecodedTensor):
             all_gather_outputs: A single tensor with the shards of all ranks, one after another.
             metadata: Always None.
             param_dtype: The dtype of the weight. Not used.
-            out: None at the first all-gather. At each later all-gather, ``out`` is the weight that the first
-                call returned.
+            out: None in the first all-gather. In each later all-gather, ``out`` is the weight that the first
+                all-gather returned.
 
         Returns:
             A pair of the weight and an empty tuple. If ``out`` is given, None is returned instead of a pair.

@@ -106,7 +106,8 @@ def _set_data(param: Tensor, given: Tensor) -> None:
     """Set the data of a stored parameter. Float32 data is stored exactly.
 
     If the data is only a float32 cast of the 16-bit weight, for example from ``model.float()``, the data is
-    not stored. The next use of the parameter then raises an error, because the cast has lost the remainder.
+    not stored. The next use of the parameter then raises an error, because the cast has lost the low bits of
+    the float32 value.
     """
     if given.dtype is torch.float32 and given.shape == param.shape and given.device == param.device:
         present = _DATA.__get__(param).float()

@@ -32,7 +32,7 @@ class Setup:
     """The objects that a sequence starts with."""
 
     kinds: tuple[str, ...]  # kinds of the optimizers: names in :mod:`tests.fuzz.prelude`
-    # indices of each optimizer's parameters; several optimizers may share one
+    # the indices of each optimizer's parameters; a parameter may belong to several optimizers
     members: tuple[tuple[int, ...], ...]
     registered: tuple[bool, ...]  # whether each optimizer is registered at the start
     options: dict[str, Any] = field(default_factory=dict)  # arguments of GradScaler

@@ -20,7 +20,7 @@ WRONG_VERDICT = {
         "by the ops that where() with a nan of the program's runs"
     ),
 }
-# From that torch on, clamp's derivative no longer makes a nan of an infinity: the gradient is 0.
+# From this torch version on, the backward op of clamp turns an infinity into 0 instead of a nan.
 MENDED = {"fresh_a_pose_that_is_already_right": "2.15", "a_clamp_below_1_rounds_to_1_in_bf16": "2.15"}
 
 

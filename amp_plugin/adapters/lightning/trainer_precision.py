@@ -118,7 +118,7 @@ class TrainerPrecision(PrecisionCore):
     # -- set-up ----------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Reject strategies that do mixed precision themselves. Make ``fp32_modules`` compute in fp32."""
+        """Reject strategies that handle mixed precision themselves. Make ``fp32_modules`` compute in fp32."""
         trainer: Any = getattr(module, "_trainer", None)
         if trainer is None:
             msg = (
@@ -233,7 +233,8 @@ class TrainerPrecision(PrecisionCore):
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure, unscale, call hooks, clip, and step or skip. Return the closure's result."""
-        # A manual training_step runs in an autocast region, but the optimizer steps outside it.
+        # In manual optimization, training_step calls this method inside an autocast region.
+        # The closure then also runs inside an autocast region, but the optimizer steps outside of it.
         if self._is_in_region():
             closure = self._in_region(closure)
         closure = partial(self._closure_and_hooks, optimizer, model, closure)
