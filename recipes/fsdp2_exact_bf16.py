@@ -1,4 +1,4 @@
-"""Compare FSDP2 with exact bfloat16 shards, with float32 shards and with plain bfloat16 shards.
+"""Compare three FSDP2 setups: exact bfloat16 shards, float32 shards and plain bfloat16 shards.
 
     python -m recipes run fsdp2_exact_bf16 [precision=fp16] [key=value ...]
 

@@ -76,7 +76,8 @@ class Session:
         precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"auto"``, or a format below 16 bits. The value is
             ``"fp32"`` if another engine, such as DeepSpeed, does the casting.
         words: how error messages write the user's calls, such as ``optimizer.step()``.
-        sources: maps each option that was set to its source, such as an environment variable.
+        sources: maps each option that was set to where its value came from, such as an environment
+            variable.
         enabled: False scales no loss, not even in fp16.
 
     Attributes:

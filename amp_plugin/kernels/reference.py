@@ -422,7 +422,7 @@ class Rule:
             parameter and the new states.
         counters: The number of counters per parameter. The first counter counts the steps.
         count: A function that returns the new value of the second counter. The function takes the old value,
-            the first counter after this step, and the hyperparameters.
+            the new value of the first counter, and the hyperparameters.
     """
 
     numbers: tuple[str, ...]

@@ -72,9 +72,9 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
             lists all ops and lines whose results can be rounded.
 
     Attributes:
-        found: Maps an op and its line to the shape of the first result of the op at this line. Only ops whose
-            results are wider than ``dtype`` are included. The entries are in the order in which the ops first
-            ran. If places are given, ``found`` contains only ops that belong to a given place.
+        found: Maps an op and a line of code to the shape of the first result that the op produced there. Only
+            ops whose results are wider than ``dtype`` are included. The entries are in the order in which the
+            ops first ran. If places are given, ``found`` contains only ops that belong to a given place.
         product: The module that called the last matrix product of the forward pass; None if there is none.
         last: The op and line of the last matrix product. None if the result of this product is not wider than
             ``dtype``.

@@ -76,7 +76,7 @@ def is_called_by_engine() -> bool:
         return False
     frames = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1)))
     caller = next((code for code in frames if not code.co_filename.startswith(_AROUND_OPS)), None)
-    # A thread of autograd's engine has no Python frame of the program.
+    # Threads of the autograd engine have no Python frames of the user's program.
     return caller is None or caller.co_name == "_engine_run_backward"
 
 

@@ -566,7 +566,7 @@ class GradScaler(TorchNames):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the scaler, but not its optimizers or their gradients.
 
-        The copy uses the same process groups. Raise RuntimeError in the middle of an iteration.
+        The copy uses the same process groups. Raise RuntimeError if called in the middle of an iteration.
         """
         twin = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -586,7 +586,7 @@ class GradScaler(TorchNames):
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes except those that :meth:`_start` creates.
 
-        Raise RuntimeError in the middle of an iteration.
+        Raise RuntimeError if called in the middle of an iteration.
         """
         shared = self.core.shared
         states = self.core if shared.enabled else ()

@@ -28,15 +28,15 @@ changes the records. ``begin_backward`` records that gradients are multiplied by
   optimizer are unscaled again when the pass ends.
 - ``update()`` is a request. The LossScale S takes its new value once ``waits()`` is False for every
   optimizer, or at the latest just before the next loss is scaled. If there are several optimizers, an
-  optimizer that has called ``unscale_`` must also step first.
+  optimizer whose gradients were unscaled by ``unscale_`` or a clip must also step first.
 - If a gradient overflows, the next update lowers the loss scale of every loss that contributed to the
   gradient.
 - The last row of the table, ``assume_scaled``, applies if, after ``step()`` and ``update()``, an optimizer's
   gradients are used again although no scaled backward pass has run in between. Writes through ``.data``,
   NumPy or a collective do not change a gradient's version counter. Therefore, after the optimizer has
-  stepped, its gradients are assumed to be scaled even if their version counters have not changed. If the
-  optimizer has called ``unscale_`` but has not stepped, a gradient is assumed to be scaled only if its
-  address has changed.
+  stepped, its gradients are assumed to be scaled even if their version counters have not changed. If
+  ``unscale_`` was called for the optimizer but the optimizer has not stepped, a gradient is assumed to be
+  unscaled, unless its address has changed.
 - A program may set the stage of an optimizer in ``scaler._per_optimizer_states`` to READY, or remove the
   optimizer's entry. The optimizer's gradients are then assumed to be scaled, as in the last row of the table.
   The gradients are also assumed to be scaled if a scaled backward pass begins before the optimizer uses them.
@@ -130,8 +130,9 @@ class GradientLedger:
         Parameters that have no gradient at the moment are included.
 
         Returns:
-            One tuple for each loss scale. The tuple has the loss scale (None for unscaled gradients), its
-            parameters, and whether any of their gradients has changed since it was last recorded.
+            One tuple for each loss scale. The tuple holds the loss scale (None for unscaled gradients), the
+            parameters whose gradients carry it, and whether any of these gradients has changed since it was
+            last recorded.
         """
         parts: dict[LossScale | None, tuple[list[Tensor], list[bool]]] = {}
         for param, record in zip(self.params, self.records, strict=True):

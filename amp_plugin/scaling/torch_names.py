@@ -147,7 +147,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         return self._found.setdefault((key, state.stage), found)
 
     def write_found(self, key: int, state: OptimizerState, found: dict[Any, Tensor]) -> None:
-        """Replace an optimizer's overflow flags with the dict that a program has assigned."""
+        """Replace an optimizer's overflow flags with a dict that the user's program assigned to them."""
         is_stepped = state.stage is OptState.STEPPED
         state.write_found({} if is_stepped else found)
         self._found[key, state.stage] = found

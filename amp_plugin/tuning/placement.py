@@ -94,7 +94,7 @@ def _undominated(placed: list[_Placed]) -> list[_Placed]:
 def _thinned(front: list[_Placed], limit: float) -> list[_Placed]:
     """Return at most 1024 placements.
 
-    Keep the placement with the smallest error, and the cheapest placement in each interval of errors.
+    Keep the placement with the smallest error, and the cheapest placement within each range of errors.
     """
     if len(front) <= _MOST:
         return front

@@ -1,4 +1,4 @@
-"""Takes a step of torch's Muon with an amp_plugin op, torch's matrix products, and a second amp_plugin op.
+"""Takes a step of torch's Muon: an amp_plugin op, then torch's matrix products, then a second amp_plugin op.
 
 - The op rule ``muon_momentum`` unscales the gradient, updates momentum_buffer, and writes the input of the
   matrix products.

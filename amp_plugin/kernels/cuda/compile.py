@@ -108,7 +108,7 @@ def identity_of(architecture: str, blocks: Sequence[int]) -> int:
 def architecture_for(major: int, minor: int) -> str:
     """Return the newest architecture that both NVRTC and a GPU of this compute capability support.
 
-    A GPU can run machine code for its own major compute capability and the same or a lower minor one.
+    A GPU can run machine code of the same major compute capability, if the minor one is not higher.
     """
     error, count = nvrtc.nvrtcGetNumSupportedArchs()
     known = [] if int(error) else list(nvrtc.nvrtcGetSupportedArchs()[1])[:count]
