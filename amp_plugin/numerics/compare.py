@@ -58,13 +58,13 @@ class AbsentRanks:
     stopped: tuple[int, ...] = ()
 
     def told(self, run: str) -> Iterator[str]:
-        """Yield a sentence about the ranks that wrote no file, and one about incomplete recordings."""
+        """Yield a sentence about the ranks of a run that wrote no file, and one about cut-off recordings."""
         for ranks, what in (
             (self.missing, "missing (no file was written)"),
             (self.stopped, "cut off (the program was killed or raised an error while it was recorded)"),
         ):
             if ranks:
-                yield f"{named_ranks(ranks)} of the {run} run {'is' if len(ranks) == 1 else 'are'} {what}"
+                yield f"{named_ranks(ranks)} of {run} {'is' if len(ranks) == 1 else 'are'} {what}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +96,8 @@ class RunComparison:
             ``first`` equals ``unexplained``.
         random: The number of results that are not compared because the two runs drew different random numbers
             for them.
+        is_one_recording: Whether one recording was given twice. Its ranks are then compared with each other,
+            and ``absent_second``, ``replicas_second`` and ``dropouts_second`` are empty.
     """
 
     compared: int
@@ -115,6 +117,7 @@ class RunComparison:
     dropouts_second: tuple[Difference, ...] = ()
     mesh: Mapping[str, int] = field(default_factory=dict)
     random: int = 0
+    is_one_recording: bool = False
 
     @property
     def is_clean(self) -> bool:
@@ -129,6 +132,17 @@ class RunComparison:
 
     def report(self) -> str:
         """Return all findings as text."""
+        headline = self._about_ranks_alone() if self.is_one_recording else self._about_both_runs()
+        return "\n\n".join(filter(None, [headline, *self._about_ranks(), *self._about_differences()]))
+
+    def _about_ranks_alone(self) -> str:
+        if len(self.ranks) < 2:
+            return "one recording of only one process was given twice, so nothing was compared"
+        agree = "" if self.replicas_first or self.dropouts_first else "; they agree where they must agree"
+        ranks = named_ranks(self.ranks)
+        return f"one recording was given twice, so {ranks} are compared with each other{agree}"
+
+    def _about_both_runs(self) -> str:
         alone = f"; {self.only_first} more are only in the first run, {self.only_second} only in the second"
         counts = f"{self.compared} results compared"
         counts += f" on {named_ranks(self.ranks)}" if self.ranks else ""
@@ -141,20 +155,20 @@ class RunComparison:
             counts += f", {self.differing} differ"
         is_equal = self.first is None and not self.mesh
         counts += " (all results that both runs have are equal, bit for bit)" if is_equal else ""
-        counts += alone if self.only_first or self.only_second else ""
-        return "\n\n".join(filter(None, [counts, *self._about_ranks(), *self._about_differences()]))
+        return counts + alone * bool(self.only_first or self.only_second)
 
     def _about_ranks(self) -> Iterator[str]:
-        yield from self.absent_first.told("first")
-        yield from self.absent_second.told("second")
-        for run, replicas in (("first", self.replicas_first), ("second", self.replicas_second)):
+        first, second = "the recording" if self.is_one_recording else "the first run", "the second run"
+        yield from self.absent_first.told(first)
+        yield from self.absent_second.told(second)
+        for run, replicas in ((first, self.replicas_first), (second, self.replicas_second)):
             for difference in replicas[:_MOST_REPLICAS]:
-                yield f"ranks of the {run} run differ where they must agree: {difference}"
+                yield f"ranks of {run} differ where they must agree: {difference}"
             if hidden := len(replicas) - _MOST_REPLICAS:
                 yield f"and {hidden} more gradients" if hidden > 0 else ""
-        for run, dropouts in (("first", self.dropouts_first), ("second", self.dropouts_second)):
+        for run, dropouts in ((first, self.dropouts_first), (second, self.dropouts_second)):
             for difference in dropouts[:1]:
-                yield f"dropout on ranks of the {run} run is wrong: {difference}"
+                yield f"dropout on ranks of {run} is wrong: {difference}"
 
     def _about_differences(self) -> Iterator[str]:
         if self.random:
@@ -196,8 +210,8 @@ def compare_runs(
     Args:
         first: A recording. It is a file, or a folder if the run had several ranks.
         second: Another recording. Both recordings must have the same number of ranks, or one of them must
-            have a single process. If ``second`` is the same recording as ``first``, only its replicas are
-            compared with each other.
+            have a single process. If ``second`` is the same path as ``first``, the ranks of this recording
+            are compared with each other.
         names: Maps the names of modules in the first run to their names in the second run, if the runs use
             two implementations of one model. A name stands for a module and all its submodules, and ``*``
             stands for one component of a dotted name.
@@ -225,7 +239,20 @@ def compare_runs(
     if not any(result.allowed or result.differing for result in found.values()):
         msg = f"{first} and {second} have no result in common; record the same program twice"
         raise ValueError(msg)
-    return _comparison((ours, theirs), runs, found, are_layouts=are_layouts)
+    is_one = not are_layouts and Path(first).resolve() == Path(second).resolve()
+    comparison = _comparison((ours, theirs), runs, found, are_layouts=are_layouts)
+    return _of_one_recording(comparison) if is_one else comparison
+
+
+def _of_one_recording(comparison: RunComparison) -> RunComparison:
+    """Return the comparison of a recording with itself, in which each finding stands once."""
+    return replace(
+        comparison,
+        absent_second=AbsentRanks(),
+        replicas_second=(),
+        dropouts_second=(),
+        is_one_recording=True,
+    )
 
 
 def _compared_layouts(

@@ -164,7 +164,9 @@ def test_a_missing_all_reduce_is_named(runs: Path, first: str, second: str) -> N
 
 @pytest.mark.dist
 def test_a_missing_sum_in_a_forward_pass_is_named(runs: Path) -> None:
-    assert compare_runs(runs / "summed.amp", runs / "summed.amp").is_clean
+    one = compare_runs(runs / "summed.amp", runs / "partial.amp" / ".." / "summed.amp")
+    assert one.is_clean
+    assert one.report().endswith("ranks 0, 1 are compared with each other; they agree where they must agree")
     found = compare_runs(runs / "summed.amp", runs / "partial.amp").unexplained
     assert found is not None
     assert found.op == "aten::mul.Tensor"
@@ -183,7 +185,12 @@ def test_replicas_are_compared_in_one_recording_alone(runs: Path) -> None:
     assert [unlike.module for unlike in found.replicas_first] == ["Net.middle"] * 2
     result = amp("compare", "--json", str(runs / "ignored.amp"), str(runs / "ignored.amp"))
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["replicas_second"][0]["ranks"] == [0, 1]
+    assert json.loads(result.stdout)["replicas_first"][0]["ranks"] == [0, 1]
+    assert not found.replicas_second
+    headline, *findings = found.report().split("\n\n")
+    assert headline == "one recording was given twice, so ranks 0, 1 are compared with each other"
+    assert len(findings) == 2
+    assert all(finding.startswith("ranks of the recording differ where they must") for finding in findings)
 
 
 @pytest.mark.dist

@@ -131,6 +131,7 @@ def test_the_commands(tmp_path: Path) -> None:
     answer = json.loads(amp("compare", "--json", runs[0], runs[2]).stdout)
     assert answer["first"]["line"].endswith("train.py:5 in <module>")
     assert answer["first"]["relative"] == pytest.approx(1 / 3, rel=0.3)
+    assert "of only one process was given twice, so nothing was" in amp("compare", runs[0], runs[0]).stdout
     assert amp("compare", runs[0], str(script)).exit_code == 2
     assert amp("diagnose", "--save", runs[0], "--strict", str(script)).exit_code == 2
 
