@@ -14,7 +14,14 @@ _WRAPPED: Final = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_
 
 
 def clean_name(name: str) -> str:
-    """Return the name that a module has in the unwrapped model, without the names of wrappers."""
+    """Return the name that a module or parameter has in the unwrapped model, without the names of wrappers.
+
+    The wrappers are those of FSDP1, activation checkpointing and torch.compile.
+
+    Example:
+        >>> clean_name("_orig_mod.3.weight")
+        '3.weight'
+    """
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
-# Names of modules that a wrapper inserts between a module and its parent.
-_WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+from amp_plugin.patterns import clean_name
+
 _NOT_A_MAPPING = (
     "{path} is not a mapping of names; write a YAML file with lines such as: "
     "GPT.layers.*.mlp: Net.blocks.*.feed_forward"
@@ -63,7 +63,7 @@ class ModuleNames:
 
     def of(self, name: str) -> str:
         """Return the name that a module or weight of the second run has in the first run."""
-        parts = [part for part in name.split(".") if part not in _WRAPPED]
+        parts = clean_name(name).split(".")
         for second, first in self._pairs:
             head = parts[: len(second)]
             if len(head) == len(second) and all(

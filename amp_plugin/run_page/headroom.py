@@ -34,13 +34,13 @@ _FAR = 16  # in bf16 and fp32, a module with more bits of headroom than this is 
 
 
 def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the names and parameters of models.
+    """Yield the names and parameters of models, without the names of wrappers such as ``_orig_mod``.
 
     If there are several models, each name begins with its model, as in ``Critic[1].layer.weight``.
     """
     for prefix, model in prefixes(models):
         for name, param in model.named_parameters():
-            yield prefix + name, param
+            yield prefix + clean_name(name), param
 
 
 class Headroom:
@@ -148,7 +148,7 @@ class Headroom:
 
 
 def _owner(parameter: str) -> str:
-    return clean_name(parameter).rpartition(".")[0]
+    return parameter.rpartition(".")[0]
 
 
 def _on_host(numbers: Iterable[Tensor]) -> Tensor:

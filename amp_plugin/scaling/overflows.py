@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_plugin.kernels.reference import INF_FLAG, NAN_FLAG
+from amp_plugin.patterns import clean_name
 from amp_plugin.scaling.gradients import Measurement
 
 
@@ -132,14 +133,16 @@ Names = dict[int, tuple[Tensor, str]]
 def names_of(params: Sequence[Tensor], optimizer: Optimizer | None, given: Names) -> list[str]:
     """Return a name for each parameter.
 
-    The name is the one given to ``register()``, else the optimizer's own name, else the group and index.
+    The name is the one given to ``register()``, else the optimizer's own name, else the group and index. The
+    names of wrappers, such as ``_orig_mod`` of torch.compile, are left out.
     """
     known: list[str] = []
     for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
         label = group.get("name", f"param_groups[{number}]['params']")
         known += group.get("param_names") or [f"{label}[{i}]" for i in range(len(group["params"]))]
     known += [f"parameter {i}" for i in range(len(known), len(params))]
-    return [given.get(id(param), (param, name))[1] for param, name in zip(params, known, strict=False)]
+    names = [given.get(id(param), (param, name))[1] for param, name in zip(params, known, strict=False)]
+    return [clean_name(name) for name in names]
 
 
 def checked_names(names: Any) -> dict[str, Tensor]:

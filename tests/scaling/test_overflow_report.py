@@ -37,6 +37,19 @@ def test_what_it_says(report, summary, meaning):
     assert bool(report) is (summary != "no overflow")
 
 
+def test_it_names_parameters_without_the_wrapper_of_a_compiled_model():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    model = torch.compile(net, backend="eager")
+    for params, names in ((model.parameters(), model), (model.named_parameters(), None)):
+        optimizer, scaler = torch.optim.SGD(params, lr=0.1), GradScaler("cpu")
+        scaler.register(optimizer, names=names)
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        net[1].weight.grad[0, 0] = math.inf
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        assert scaler.last_step(optimizer).overflow_report().inf == ("1.weight",)
+
+
 @pytest.mark.parametrize("init_scale", [1.0, 8.0, None])
 def test_it_knows_whether_a_scale_may_be_the_cause(init_scale):
     model = torch.nn.Linear(2, 2)
