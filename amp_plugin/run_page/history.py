@@ -50,7 +50,17 @@ class Skip:
     @property
     def meaning(self) -> str:
         """One line about the possible cause of the skipped step."""
-        return replace(self.report, scaled=self.report.scaled and self.lowering_helps).meaning()
+        return self._judged.meaning()
+
+    @property
+    def modules(self) -> str:
+        """One line about the first module with an inf or nan; empty if no hooks were watching modules."""
+        return self._judged.where()
+
+    @property
+    def _judged(self) -> OverflowReport:
+        """The overflow report, which blames the loss scale only if a lower one may help."""
+        return replace(self.report, scaled=self.report.scaled and self.lowering_helps)
 
     @property
     def is_spike(self) -> bool:

@@ -63,7 +63,7 @@ def render(
             "step": skip.step,
             "scale": skip.scale,
             "parameters": skip.parameters,
-            "modules": str(skip.report.modules or ""),
+            "modules": skip.modules,
         }
         for skip in history.skips
     ]
@@ -113,10 +113,10 @@ def _reasons(history: History) -> list[str]:
     steps: dict[str, list[int]] = {}
     # Maps a reason to the parameters of the first step that was skipped for this reason.
     first: dict[str, str] = {}
-    reports = {skip.meaning: skip.report for skip in reversed(history.skips) if skip.report.modules}
+    modules = {skip.meaning: skip.modules for skip in reversed(history.skips) if skip.modules}
     finding_scale = {id(skip) for skip in history.finding_scale}
     for skip in history.skips:
-        seen = reports[skip.meaning].modules if skip.meaning in reports else ""
+        seen = modules.get(skip.meaning, "")
         reason = f"{first.setdefault(skip.meaning, skip.parameters)}. {skip.meaning} {seen}".strip()
         if id(skip) in finding_scale or skip.blames_scale:
             reason = _TOO_HIGH

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,6 +13,16 @@ from torch.optim import Optimizer
 from amp_plugin.kernels.reference import INF_FLAG, NAN_FLAG
 from amp_plugin.patterns import clean_name
 from amp_plugin.scaling.gradients import Measurement
+
+_SCALE_TOO_HIGH: Final = (
+    "Only gradients of parameters overflowed, so the loss scale was probably too high for them. If steps are "
+    "still skipped at a much lower loss scale, look at what is computed outside of modules."
+)
+_UNSEEN: Final = "The overflow came from inside these modules, or from what is computed outside of modules."
+_ONLY_PARAMETERS: Final = (
+    "Only gradients of parameters were not finite: look at the backward pass of the modules that own "
+    "these parameters, and at what is computed outside of modules."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,14 +41,18 @@ class FirstModules:
     unseen: tuple[str, ...] = ()
     numbers: int = 0
 
-    def __str__(self) -> str:
-        """Return sentences in one line."""
+    def told(self, if_finite: str) -> str:
+        """Return sentences in one line.
+
+        Args:
+            if_finite: The sentences to return if all inputs, outputs and output gradients were finite.
+        """
         if self.forward:
             text = f"In the forward pass {self.forward}."
         elif self.backward:
             text = f"In the forward pass modules' numbers were finite. In the backward pass {self.backward}."
         elif self.numbers:
-            text = "What went into and out of modules was finite: look at what is computed outside of them."
+            text = if_finite
         else:
             text = (
                 "No call of a module was seen: they ran in compiled code, or in a model that is not watched."
@@ -81,7 +95,7 @@ class OverflowReport:
 
     def __str__(self) -> str:
         """Return the summary, the possible cause, and the first module with an inf or nan, one per line."""
-        return "\n".join(filter(None, (self.summary(), self.meaning(), str(self.modules or ""))))
+        return "\n".join(filter(None, (self.summary(), self.meaning(), self.where())))
 
     def summary(self) -> str:
         """Return one line that names up to five parameters, beginning with those nearest the loss."""
@@ -105,6 +119,23 @@ class OverflowReport:
             return "Which gradients made it so was not noted: amp_plugin.diagnose() finds the op."
         unnamed = " The parameters have no names yet: call scaler.register(optimizer, names=model)."
         return self._place() + unnamed * (not self.named) if self else ""
+
+    def where(self) -> str:
+        """Return one line about the first module with an inf or nan; empty if no hooks were watching modules.
+
+        A parameter's gradient is computed inside the backward pass of its module, where hooks do not see it.
+        If everything that hooks saw was finite, only gradients of parameters overflowed.
+        """
+        if self.modules is None or self.spike:
+            return ""
+        finite = "The inputs, outputs and output gradients of all modules were finite"
+        if not (self.inf or self.nan):
+            return self.modules.told(f"{finite} on this rank.")
+        if self.modules.unseen:
+            return self.modules.told(f"{finite}, except in those not looked into. {_UNSEEN}")
+        if self.scaled:
+            return self.modules.told(f"{finite}. {_SCALE_TOO_HIGH}")
+        return self.modules.told(f"{finite}. {_ONLY_PARAMETERS}")
 
     def _place(self) -> str:
         """Return where to look for the cause.

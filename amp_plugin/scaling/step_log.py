@@ -260,7 +260,7 @@ def run_of_skips(step: StepResult) -> str:
     if step.is_scaled:
         further = "" if report.scaled else ": lowering it further will not help"
         why = f"and the loss scale is {step.scale_after:g}{further}"
-    where = f"{report.modules} " if report.modules else ""
+    where = f"{report.where()} ".lstrip()
     return (
         f"{steps} in a row were skipped ({report.summary()}), {why}. {report.meaning()} "
         f"{where}Run `amp-plugin diagnose train.py`: it names the op and its line."
@@ -574,7 +574,7 @@ def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
         scaled = "" if step.scale_before == 1.0 else f" at a loss scale of {step.scale_before:g}"
         msg = (
             f"{step.kind}: gradients are not finite{scaled} ({report.summary()}); the step was not taken, "
-            f"the weights are those of before. {report.meaning()} {report.modules or ''} "
+            f"the weights are those of before. {report.meaning()} {report.where()} "
             "on_nonfinite='skip' goes on without such steps."
         )
         raise FloatingPointError(msg)

@@ -107,7 +107,22 @@ def test_a_parameter_used_outside_of_the_modules_is_not_blamed_on_one():
     net = make_net()
     net.scale = nn.Parameter(torch.ones(()))
     loop = Loop(net, call=lambda x: net(x).detach() * net.scale)
-    assert "look at what is computed outside of them" in str(found(loop, factor=torch.nan))
+    assert "and at what is computed outside of modules" in str(found(loop, factor=torch.nan))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_overflow_of_only_weight_gradients_is_blamed_on_the_loss_scale_if_there_is_one(enabled):
+    """The weight gradient is the product of large inputs and finite output gradients."""
+    net = nn.Sequential(nn.Linear(4, 1))
+    nn.init.constant_(net[0].weight, 1e-3)
+    loop = Loop(net, enabled=enabled, dtype=torch.float16)
+    report = found(loop, x=torch.full((3, 4), 3e4), factor=1.0 if enabled else 256.0)
+    assert report.inf == ("0.weight",)
+    assert "inputs, outputs and output gradients of all modules were finite" in report.where()
+    blames_scale = "the loss scale was probably too high for them" in report.where()
+    blames_modules = "look at the backward pass of the modules that own these parameters" in report.where()
+    assert (blames_scale, blames_modules) == (enabled, not enabled)
+    assert str(report).endswith(report.where())
 
 
 def test_each_of_two_optimizers_that_step_after_one_backward_pass_names_it():

@@ -9,6 +9,7 @@ import torch
 
 from amp_plugin import GradScaler
 from amp_plugin.scaling import OverflowReport
+from amp_plugin.scaling.overflows import FirstModules
 from tests.scaling.runs import scaler_of
 
 MANY = OverflowReport(inf=tuple(f"p{i}" for i in range(9)), checked=12)
@@ -35,6 +36,28 @@ def test_what_it_says(report, summary, meaning):
     assert re.search(meaning, report.meaning())
     assert str(report) == f"{report.summary()}\n{report.meaning()}".strip()
     assert bool(report) is (summary != "no overflow")
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"inf": ("a",), "scaled": True}, "so the loss scale was probably too high for them"),
+        ({"inf": ("a",)}, "look at the backward pass of the modules that own these parameters"),
+        ({"elsewhere": True}, "modules were finite on this rank.$"),
+        ({"spike": "9 above the limit 2"}, "^$"),
+    ],
+)
+def test_it_says_what_finite_modules_mean(options, where):
+    report = OverflowReport(**options, modules=FirstModules(numbers=3))
+    assert re.search(where, report.where())
+
+
+def test_modules_that_were_not_looked_into_may_have_overflowed():
+    modules = FirstModules(numbers=3, unseen=("1 (compiled)",))
+    where = OverflowReport(inf=("1.0.weight",), scaled=True, modules=modules).where()
+    assert "came from inside these modules, or from" in where
+    assert where.endswith("Not looked into: 1 (compiled).")
+    assert "Only gradients of parameters" not in where
 
 
 def test_it_names_parameters_without_the_wrapper_of_a_compiled_model():
