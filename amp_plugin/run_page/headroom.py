@@ -122,16 +122,22 @@ class Headroom:
 
         If no module came near overflow, return an empty list.
         """
-        bits = self.bits(dtypes).nan_to_num(nan=math.inf)
+        bits = self.bits(dtypes).nan_to_num(nan=math.inf, posinf=math.inf)
         bits[:, (bits < 0).any(dim=0)] = math.inf
         if not bits.isfinite().any():
             return []
         row, column = divmod(int(bits.argmin()), len(self.first))
         if bits[row, column] > _FAR and torch.finfo(dtypes[self.modules[row]]).max > 1e38:
             return []  # no gradient is near the limit of its dtype
-        name, at = self.modules[row], f"its largest gradient at step {self.first[column]}"
-        doubled = f"could double {bits[row, column]:.1f} times before {short_name(dtypes[name])} overflows"
-        return [f"{name or '(model)'}: {at} {doubled}"]
+        name = self.modules[row]
+        percent = 100 * 2 ** -bits[row, column].item()
+        share = f"{math.floor(percent)} %" if percent >= 10 else f"{percent:.2g} %"
+        share = share if percent >= 0.01 else "less than 0.01 %"
+        dtype, largest = short_name(dtypes[name]), torch.finfo(dtypes[name]).max
+        limit = f"{largest:,.0f}" if largest < 1e6 else f"{largest:.2g}"
+        at = f"at step {self.first[column]}, the largest gradient in its backward pass"
+        module = f"module {name}" if name else "(model)"
+        return [f"{module}: {at} reached {share} of the largest {dtype} number ({limit})"]
 
     def cells(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
         """Return the heat map as a dict of module names, steps, bits of headroom and percentages of zeros."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -61,7 +62,7 @@ def render(
     skips = [
         {
             "step": skip.step,
-            "scale": skip.scale,
+            "scale": scale_text(skip.scale),
             "parameters": skip.parameters,
             "modules": skip.modules,
         }
@@ -82,6 +83,18 @@ def render(
 
 
 # -- in words --------------------------
+
+
+def scale_text(scale: float | None) -> str:
+    """Return a loss scale as text: ``2^20`` for a power of two, else digits, such as ``150,000``.
+
+    Powers of two from 1 to 512 are written in digits too. The axis of the loss scale has the same labels.
+    """
+    if scale is None:
+        return ""
+    if math.frexp(scale)[0] == 0.5 and not 1 <= scale < 1000:
+        return f"2^{math.frexp(scale)[1] - 1}"
+    return f"{scale:,.0f}" if scale >= 1000 else f"{scale:g}"
 
 
 def in_short(history: History, nearest: list[str], unseen: list[str], diagnose: str) -> dict[str, list[str]]:
@@ -125,17 +138,22 @@ def _reasons(history: History) -> list[str]:
 
 
 def _changes(history: History) -> list[str]:
+    """Return what to change. Each string begins with the steps that it is about, or with the cause."""
     finding_scale, has_scale = history.finding_scale, any(history.curves()["scale"])
     changes = []
     if finding_scale:
         scale = min(skip.scale or 1.0 for skip in finding_scale) / 2
-        steps = _ranges([skip.step for skip in finding_scale])
-        changes.append(f"lower init_scale to {scale:g}: {steps} were lost to finding the loss scale")
+        digits = f"{scale:.17g}"  # the user can copy it
+        power = f" ({scale_text(scale)})" * (scale_text(scale) != digits)
+        changes.append(
+            f"{_ranges([skip.step for skip in finding_scale])}: lower init_scale to {digits}{power}, because "
+            "these steps were lost to finding the loss scale"
+        )
     if history.learns_nothing:
         lost = "raise init_scale" if has_scale else "in fp16 use a loss scale"
         changes.append(
-            "look for code that separates the loss from the weights, such as detach(), no_grad() or a "
-            f"factor of 0; if the gradients are too small for the dtype, {lost}"
+            "all gradients are zero: look for code that separates the loss from the weights, such as "
+            f"detach(), no_grad() or a factor of 0; if the gradients are too small for the dtype, {lost}"
         )
     others = history.skipped - len(finding_scale) - history.spikes
     # If weights grow without limit, a wider dtype only delays the overflow.
@@ -143,18 +161,35 @@ def _changes(history: History) -> list[str]:
         return [f"{growth}{DIVERGES}"]
     if (times := history.loss_growth) >= _LOSS_GROWN and others + len(history.wrong_steps):
         return [f"the loss had grown to {times:.3g} times its first value: {DIVERGES}"]
-    if not all(skip.lowering_helps for skip in history.skips):
+    if unhelped := [skip.step for skip in history.skips if not skip.lowering_helps]:
         changes.append(
-            "run the command below to find the op and its line: a lower loss scale did not help, although "
-            "earlier steps succeeded with a much higher loss scale"
+            f"{_ranges(unhelped)}: run the command below to find the op and its line: a lower loss scale did "
+            "not help, although earlier steps succeeded with a much higher loss scale"
         )
-    elif has_scale and 0 < others <= max(1, _OFTEN * history.steps) and not history.wrong_steps:
-        changes.append("nothing: a few skips keep the loss scale as high as the gradients allow")
-    elif others or history.wrong_steps:
-        changes.append("look below at the modules that overflow; compute these modules in fp32, or use bf16")
+    else:
+        changes += _changes_for_overflows(
+            history, is_few=has_scale and others <= max(1, _OFTEN * history.steps)
+        )
     if history.spikes:
-        changes.append("look at the batches at which on_spike= skipped a step")
+        spikes = _ranges([skip.step for skip in history.skips if skip.is_spike])
+        changes.append(f"{spikes}: look at the batches that on_spike= left out")
     return changes[:_MOST_CHANGES] or ["nothing: no step was skipped"]
+
+
+def _changes_for_overflows(history: History, *, is_few: bool) -> list[str]:
+    """Return what to change for the steps that were skipped after the loss scale had been found."""
+    first = {skip.step for skip in history.finding_scale}
+    rest = [skip for skip in history.skips if not skip.is_spike and skip.step not in first]
+    wanted = [skip.step for skip in rest if is_few and skip.blames_scale]
+    faulty = {skip.step for skip in rest}.union(history.wrong_steps).difference(wanted)
+    changes = []
+    if wanted:
+        few = "a few skipped steps keep the loss scale as high as the gradients allow"
+        changes.append(f"{_ranges(wanted)}: nothing, because {few}")
+    if faulty:
+        look = "look below at the modules that overflow; compute these modules in fp32, or use bf16"
+        changes.append(f"{_ranges(sorted(faulty))}: {look}")
+    return changes
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -172,9 +207,10 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 _RED, _ORANGE, _YELLOW, _GREEN, _BLUE = "#d1242f", "#e16f24", "#d4a72c", "#57ab5a", "#2f81f7"
 _HEIGHT: Final = 190
-_POWER_OF_TWO: Final = (  # a tick label of the loss scale
+_SCALE_TEXT: Final = (  # the Vega expression that is the same as scale_text()
     "datum.value >= 1 && datum.value < 1000 || abs(log(datum.value) / LN2 - round(log(datum.value) / LN2)) "
-    "> 1e-6 ? format(datum.value, '~g') : '2^' + format(log(datum.value) / LN2, '.0f')"
+    "> 1e-6 ? format(datum.value, datum.value < 1000 ? '~g' : ',.0f') "
+    ": '2^' + (datum.value < 1 ? '-' : '') + format(abs(log(datum.value) / LN2), '.0f')"
 )
 # Selects isolated points, with missing values on both sides, because a line chart does not show them.
 _ALONE: Final = "isValid(datum.value) && !isValid(datum.previous) && !isValid(datum.next)"
@@ -230,10 +266,16 @@ def _line(alt: Any, columns: list[str], base: int | None, *, several: bool, has_
     scale = alt.Scale(zero=False) if base is None else alt.Scale(type="log", base=base)
     axis = alt.Axis(format=".3~g" if base == 10 else "~g", tickCount=5)
     if base == 2:
-        axis = alt.Axis(tickCount=5, labelExpr=_POWER_OF_TWO)
+        axis = alt.Axis(tickCount=5, labelExpr=_SCALE_TEXT)
     found = alt.Chart(alt.NamedData("curves")).transform_fold(columns, as_=["kind", "value"])
     if base:  # a logarithmic axis cannot show 0
         found = found.transform_calculate(value="datum.value > 0 ? datum.value : null")
+    shown = [f"{name}:Q" for name in columns]
+    if base == 2:
+        found, shown = (
+            found.transform_calculate(text=_SCALE_TEXT),
+            [alt.Tooltip("text:N", title="loss scale")],
+        )
     legend = alt.Legend(title=None, orient="top", symbolOpacity=1, offset=4) if len(columns) > 1 else None
     colours = alt.Scale(range=[_YELLOW, _BLUE][-len(columns) :])
     marks = found.mark_line(
@@ -251,7 +293,7 @@ def _line(alt: Any, columns: list[str], base: int | None, *, several: bool, has_
             x=_steps(alt, "step"),
             y=alt.Y("value:Q", title=None, scale=scale, axis=axis),
             color=alt.Color("kind:N", sort=columns, scale=colours, legend=legend),
-            tooltip=["step:Q", *(f"{name}:Q" for name in columns), *["optimizer:N"][:several]],
+            tooltip=["step:Q", *shown, *["optimizer:N"][:several]],
         )
         for mark in ((marks, alone) if has_alone else (marks,))
     ]
@@ -264,7 +306,7 @@ def _skips(alt: Any) -> Any:
     """Return a chart layer that marks each skipped step."""
     tips = [
         alt.Tooltip("step:Q", title="skipped step"),
-        alt.Tooltip("scale:Q", title="loss scale"),
+        alt.Tooltip("scale:N", title="loss scale"),
         alt.Tooltip("parameters:N", title="not finite"),
     ]
     marks = alt.Chart(alt.NamedData("skips")).encode(x="step:Q", tooltip=tips)

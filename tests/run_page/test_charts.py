@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from amp_plugin.run_page.page import curve_charts, map_charts, short_names
+from amp_plugin.run_page.page import curve_charts, map_charts, scale_text, short_names
 
 vl_convert = pytest.importorskip("vl_convert")
 pytest.importorskip("altair")
@@ -51,6 +51,26 @@ def test_a_loss_scale_has_powers_of_two_on_its_axis():
     svg = vl_convert.vegalite_to_svg({**chart, "width": 400, "datasets": {"curves": rows}})
     assert re.search(r">2\^[-\u2212]20<", svg)
     assert "e-" not in "".join(re.findall(r"<text[^>]*>([^<]*)</text>", svg))
+
+
+SCALES = {
+    2.0**20: "2^20",
+    2.0**-20: "2^-20",
+    1024.0: "2^10",
+    512.0: "512",
+    1.0: "1",
+    1.5e6: "1,500,000",
+    0.3: "0.3",
+}
+
+
+@pytest.mark.parametrize(("scale", "text"), SCALES.items())
+def test_a_loss_scale_has_one_form_on_the_page_and_in_its_chart(scale, text):
+    assert scale_text(scale) == text
+    row = {"step": 1, "scale": scale, "optimizer": "0: SGD", "before": None, "loss": None}
+    chart = curve_charts({name: [value] for name, value in row.items()}, has_skips=False)["scale"]
+    svg = vl_convert.vegalite_to_svg({**chart, "width": 400, "datasets": {"curves": [row]}})
+    assert f"loss scale: {text}" in svg
 
 
 LAYERS = [

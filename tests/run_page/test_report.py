@@ -160,7 +160,8 @@ def test_what_is_said_of_scales_and_of_gradients(tmp_path, options, told):
     assert ('id="chart-norm"' in page.path.read_text()) is ("bad" not in options)
     if "init_scale" in options:
         first = page.history.skipped
-        assert f"lower init_scale to {2.0 ** (34 - first):g}: steps 1 to {first} were lost to finding" in text
+        digits, power = f"{2 ** (34 - first)}", 34 - first
+        assert f"steps 1 to {first}: lower init_scale to {digits} (2^{power}), because these" in text
 
 
 def test_everything_is_given_back(tmp_path):
@@ -439,9 +440,30 @@ def test_a_page_under_diagnose_leaves_that_of_the_run_alone(tmp_path):
 
 
 @pytest.mark.parametrize(("dtype", "largest", "said"), [
-    (torch.bfloat16, 1.0, False), (torch.bfloat16, 1e35, True), (torch.float16, 1.0, True), (torch.float32, 1.0, False),
+    (torch.float16, 0.0, False), (torch.bfloat16, 1.0, False), (torch.bfloat16, 1e35, True), (torch.float16, 1.0, True), (torch.float32, 1.0, False),
 ])  # fmt: skip
 def test_headroom_is_spoken_of_where_an_overflow_may_be_near(dtype, largest, said):
     headroom = Headroom([torch.nn.Linear(2, 1)])
     headroom._add(1, torch.tensor([largest]), torch.zeros(1))
     assert bool(headroom.nearest({"": dtype})) is said
+
+
+@pytest.mark.parametrize(("dtype", "largest", "share"), [
+    (torch.float16, 65500.0, "99 % of the largest fp16 number (65,504)"), (torch.float16, 655.04, "1 % of the largest fp16"),
+    (torch.float16, 1.0, "less than 0.01 % of"), (torch.bfloat16, 1e37, "3 % of the largest bf16 number (3.4e+38)"),
+])  # fmt: skip
+def test_headroom_is_told_as_a_share_of_the_largest_number(dtype, largest, share):
+    headroom = Headroom([torch.nn.Sequential(torch.nn.Linear(2, 1))])
+    headroom._add(7, torch.tensor([largest]), torch.zeros(1))
+    (text,) = headroom.nearest({"0": dtype})
+    assert text.startswith(f"module 0: at step 7, the largest gradient in its backward pass reached {share}")
+
+
+def test_what_to_change_names_the_steps_of_each_line(tmp_path):
+    _, page = train(tmp_path / "run.html", init_scale=2.0**34, steps=80, bad={70: 8.0, 75: 1e30})
+    lost = page.history.skipped - 2
+    text = text_of(page.path)
+    assert f"steps 1 to {lost}: lower init_scale to {2 ** (34 - lost)} (2^{34 - lost}), because" in text
+    assert "step 71: nothing, because a few skipped steps keep the loss scale as high" in text
+    assert "step 76: look below at the modules that overflow" in text
+    assert "e+" not in text.partition("This run")[0]
