@@ -16,6 +16,7 @@ _TORCHS_OWN = "Unexpected floating ScalarType"  # cat and similar ops refuse flo
 # bfloat16 cast of a weight.
 _TORCHS_CACHE = re.compile(
     "Recomputed values .* have different metadata|but got (Half and BFloat16|BFloat16 and Half)"
+    "|but got: c10::(Half != c10::BFloat16|BFloat16 != c10::Half)"
 )
 _VIEWED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
