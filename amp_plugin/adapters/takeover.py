@@ -78,6 +78,8 @@ class Takeover:
         self._scales = False
         self._uses_framework = False
         self._blocks: Counter[tuple[str, torch.dtype]] = Counter()
+        # True once the program has created an autocast block that names no dtype, and so gets ``precision``.
+        self._sets_dtype = False
         # The stack entry of the run's op rules, which records whether an autocast region has read them.
         self._defaults: Pushed | None = None
         self._totals: StepTotals | None = None  # None before torch is imported
@@ -140,7 +142,9 @@ class Takeover:
             dtype = None if self._precision is None else DTYPES[self._precision]
             name = str(self._rules_file or "")
             self._blocks = undo.enter_context(
-                bound_autocast(rules, name, dtype=dtype, on_first=self._opened_first)
+                bound_autocast(
+                    rules, name, dtype=dtype, on_first=self._opened_first, on_default=self._note_default
+                )
             )
             self._totals = StepTotals()
             undo.enter_context(new_logs(self._totals.follow))
@@ -204,10 +208,8 @@ class Takeover:
             if self._uses_ours or self._opened_regions_of_ours():
                 does = "uses amp_plugin itself, which needs no `amp-plugin run`"
             self._say(f"amp_plugin replaced nothing in this process: {self._program} {does}")
-        if used and not dtypes and self._precision is not None and not self._uses_framework:
-            no_block = f"{self._program} opened no block of torch.autocast, or none that is enabled"
-            nothing = f"nothing was computed in {self._precision}"
-            self._say(f"--precision {self._precision} had no effect: {no_block}; {nothing}", in_children=True)
+        if used and (why := self._why_precision_sets_nothing(dtypes)):
+            self._say(f"--precision {self._precision} had no effect: {why}", in_children=True)
         if "fp16" in dtypes and not self._scales:
             self._say(
                 "float16 ran without a torch.amp.GradScaler: if this was training, small gradients are lost; "
@@ -216,6 +218,22 @@ class Takeover:
             )
         self._blocks.clear()
         self._made.clear()
+
+    def _why_precision_sets_nothing(self, dtypes: Sequence[str]) -> str:
+        """Return why ``precision`` had no effect on a plain loop, or "" if it had one or was not needed.
+
+        Args:
+            dtypes: The short names of the dtypes of the autocast blocks that the program opened.
+        """
+        if self._precision is None or self._uses_framework or self._sets_dtype or dtypes == [self._precision]:
+            return ""
+        if not dtypes:
+            no_block = f"{self._program} opened no block of torch.autocast, or none that is enabled"
+            return f"{no_block}; nothing was computed in {self._precision}"
+        return (
+            f"each block of torch.autocast in {self._program} names its dtype; leave out dtype= in the "
+            "blocks that --precision should set"
+        )
 
     def _told_of_steps(self) -> str:
         """Return a string that says how many steps were taken and skipped, and gives the last loss scale.
@@ -234,10 +252,13 @@ class Takeover:
         text = f"; {steps} optimizer step{'s' * (steps > 1)}, {skipped or 'none'} skipped"
         if scale is not None:
             text += f", final loss scale {scale:g}"
+        what = ""
         if 2 * skipped > steps:
-            script = self._program if self._program.endswith(".py") else "train.py"
-            text += f". Most steps were skipped: `amp-plugin diagnose {script}` finds the reason"
-        return text
+            what = "Most steps were skipped"
+        elif skipped and scale is not None and scale < 1:
+            what = "The loss scale fell below 1, so gradients overflow even without a loss scale"
+        script = self._program if self._program.endswith(".py") else "train.py"
+        return text + (f". {what}: `amp-plugin diagnose {script}` finds the reason" if what else "")
 
     def _dtypes_of_blocks(self) -> list[str]:
         if not self._blocks:
@@ -368,6 +389,9 @@ class Takeover:
     def _note(self, made: str) -> None:
         """Record a new Accelerator, Trainer or Fabric, which creates a scaler if it needs one."""
         self._made[made], self._scales, self._uses_framework = None, True, True
+
+    def _note_default(self) -> None:
+        self._sets_dtype = True
 
     def _note_scaler(self, scaler: Any) -> None:
         self._made[type(scaler).__name__ + ("" if scaler.is_enabled() else " (disabled)")] = None

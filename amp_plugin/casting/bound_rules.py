@@ -41,11 +41,13 @@ def bound_autocast(
     *,
     dtype: torch.dtype | None = None,
     on_first: Callable[[str, torch.dtype], object] | None = None,
+    on_default: Callable[[], object] = lambda: None,
 ) -> Iterator[Counter[tuple[str, torch.dtype]]]:
     """Make ``torch.autocast`` follow ``rules``, and use ``dtype`` in blocks without a dtype.
 
     The context yields a Counter of enabled blocks by device type and dtype. ``on_first`` is called for the
-    first block with each pair of device type and dtype. ``name`` is the name of the rules file. If no
+    first block with each pair of device type and dtype. ``on_default`` is called when the program creates an
+    enabled block without a dtype, which then uses ``dtype``. ``name`` is the name of the rules file. If no
     autocast block or region has read the rules when the context ends, the main process prints a warning.
     """
     import torch  # noqa: PLC0415 - torch may be loading this module
@@ -70,7 +72,7 @@ def bound_autocast(
     with (
         nullcontext() if rules is None else following(rules, file=name) as pushed,
         replaced(torch.autocast, "__enter__", enter),
-        nullcontext() if dtype is None else _dtype_left_open(dtype),
+        nullcontext() if dtype is None else _dtype_left_open(dtype, on_default),
     ):
         yield blocks
     is_main = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
@@ -83,8 +85,12 @@ def bound_autocast(
 
 
 @contextmanager
-def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
+def _dtype_left_open(dtype: torch.dtype, on_default: Callable[[], object]) -> Iterator[None]:
     """Use this dtype in autocast blocks without a dtype, in all threads.
+
+    ``on_default`` is called for each enabled block without a dtype. The classes of torch.cuda.amp and
+    torch.cpu.amp have a default dtype. If one of their blocks has the default dtype, it counts as a block
+    without a dtype, because the two cannot be told apart.
 
     ``torch.set_autocast_dtype`` would change the dtype in only one thread. The dtype is also added to the
     keys of torch's compile caches, because the graph itself does not contain it.
@@ -94,11 +100,12 @@ def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
     from amp_plugin.casting.installed_kernels import tag_compile_caches  # noqa: PLC0415
 
     tag = "amp_plugin autocast "
+    with_default = (
+        torch.cuda.amp.autocast,  # amp: ignore[AMP013]
+        torch.cpu.amp.autocast_mode.autocast,  # amp: ignore[AMP013]
+    )
     with ExitStack() as undo:
-        for kind in (
-            torch.cuda.amp.autocast,  # amp: ignore[AMP013]
-            torch.cpu.amp.autocast_mode.autocast,  # amp: ignore[AMP013]
-        ):  # classes with a default dtype
+        for kind in with_default:
             for function in {inspect.unwrap(kind.__init__), inspect.unwrap(kind.__new__)}:
                 if dtype_names := getattr(function, "__defaults__", None):
                     chosen = tuple(dtype if isinstance(d, torch.dtype) else d for d in dtype_names)
@@ -107,7 +114,10 @@ def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
 
         @functools.wraps(made)
         def make(block: Any, device_type: str, dtype_given: Any = None, *args: Any, **kwargs: Any) -> None:
-            made(block, device_type, kwargs.pop("dtype", dtype_given) or dtype, *args, **kwargs)
+            named = kwargs.pop("dtype", dtype_given)
+            made(block, device_type, named or dtype, *args, **kwargs)
+            if block._enabled and (named is None or (named is dtype and isinstance(block, with_default))):
+                on_default()
 
         undo.enter_context(replaced(torch.autocast, "__init__", make))
         undo.callback(tag_compile_caches, tag, "")

@@ -166,6 +166,9 @@ def test_nothing_that_a_program_stores_needs_this_package(tmp_path: Path) -> Non
     assert b"amp_plugin" not in (tmp_path / "whole.pt").read_bytes()
 
 
+FP16_BLOCK = "torch.amp.GradScaler('cpu'); torch.autocast('cpu', dtype=torch.float16).__enter__(); "
+
+
 @pytest.mark.parametrize(
     ("text", "last"),
     [
@@ -182,6 +185,20 @@ def test_nothing_that_a_program_stores_needs_this_package(tmp_path: Path) -> Non
             "amp_plugin replaced nothing in this process",
         ),
         ("torch.autocast('cpu').__enter__()", "train.py used torch.autocast in bf16"),
+        ("torch.cpu.amp.autocast().__enter__()", "train.py used torch.autocast in bf16"),
+        ("torch.autocast('cpu', dtype=torch.bfloat16).__enter__()", "train.py used torch.autocast in bf16"),
+        (
+            f"{FP16_BLOCK}torch.autocast('cpu').__enter__()",
+            "train.py used torch.autocast in bf16, torch.autocast in fp16, GradScaler",
+        ),
+        (
+            FP16_BLOCK,
+            "--precision bf16 had no effect: each block of torch.autocast in train.py names its dtype",
+        ),
+        (
+            f"{FP16_BLOCK}torch.autocast('cpu', enabled=False); torch.autocast('cpu', torch.bfloat16).__enter__()",
+            "--precision bf16 had no effect: each block of torch.autocast in train.py names its dtype",
+        ),
     ],
 )
 def test_a_precision_that_sets_nothing_is_told(tmp_path: Path, text: str, last: str) -> None:

@@ -78,6 +78,10 @@ assert [reference() for reference in kept] == [None] * 4
 {end}
 """
 MOST_SKIPPED = "Most steps were skipped: `amp-plugin diagnose train.py` finds the reason"
+BELOW_1 = (
+    "The loss scale fell below 1, so gradients overflow even without a loss scale: "
+    "`amp-plugin diagnose train.py` finds the reason"
+)
 STEPS = f"; 3 optimizer steps, 2 skipped, final loss scale 16384. {MOST_SKIPPED}"
 STOCK_PLUGIN = 'plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))]'
 FIT = """
@@ -155,6 +159,20 @@ class TestTorchAmp:
             "used GradScaler" + told
         )
 
+    @pytest.mark.parametrize(
+        ("init_scale", "told"),
+        [
+            ("2.0", "; 4 optimizer steps, 1 skipped, final loss scale 1"),
+            (
+                "1.0",
+                f"; 4 optimizer steps, 1 skipped, final loss scale 0.5. {BELOW_1}",
+            ),
+        ],
+    )
+    def test_a_loss_scale_below_1_is_told(self, run, init_scale, told):
+        text = IN_A_FUNCTION.format(overflows="step == 1", end="").replace("1024.0", init_scale)
+        assert run(text)[1][-1].endswith("used GradScaler" + told)
+
     def test_a_program_without_a_step_is_told_of_none(self, run):
         said = run("import torch\nscaler = torch.amp.GradScaler('cpu')\nscaler.scale(torch.ones(1))")[1]
         assert said[-1].endswith("train.py used GradScaler")
@@ -168,7 +186,8 @@ class TestTorchAmp:
         assert len(said) == 2
         result, said = run(LOOP.format(block='autocast("cpu", dtype=torch.bfloat16)'), "--precision", "fp16")
         assert said[1:] == [
-            "amp-plugin run: train.py used torch.autocast in bf16, GradScaler; 3 optimizer steps, none skipped, final loss scale 65536"
+            "amp-plugin run: train.py used torch.autocast in bf16, GradScaler; 3 optimizer steps, none skipped, final loss scale 65536",
+            "amp-plugin run: --precision fp16 had no effect: each block of torch.autocast in train.py names its dtype; leave out dtype= in the blocks that --precision should set",
         ]
 
     @pytest.mark.parametrize(
