@@ -73,6 +73,15 @@ def reads_arguments(name: str) -> bool:
     return bool(words & {"argv", "orig_argv", "__import__", "exec"}) or not roots <= silent
 
 
+def mentions(name: str, option: str) -> bool:
+    """Return True if a Python file contains an option such as ``--steps`` as a string."""
+    try:
+        text = Path(name).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return f'"{option}"' in text or f"'{option}'" in text
+
+
 def run_program(
     program: Program,
     arguments: Sequence[str],

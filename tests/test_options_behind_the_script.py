@@ -58,8 +58,19 @@ def test_nothing_is_said_of_the_scripts_own(words: list[str]) -> None:
     assert "amp-plugin casts:" not in answer.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "told"), [(["--by", "op"], ""), (["--by=op"], ""), (["--by=op", "--every"], "--every ")]
+)
+def test_nothing_is_said_of_an_option_that_the_script_has_too(words: list[str], told: str) -> None:
+    Path("train.py").write_text(f"{READS}\nOPTIONS = ['--by']")
+    answer = amp("casts", "train.py", *words)
+    assert f"given {words}" in answer.stdout
+    lines = [line for line in answer.stderr.splitlines() if line.startswith("amp-plugin casts:")]
+    assert [line.startswith(f"amp-plugin casts: {told}stands after") for line in lines] == [True] * bool(told)
+
+
 def test_it_is_ours_behind_a_script_that_reads_none() -> None:
-    Path("train.py").write_text(READS_NONE)
+    Path("train.py").write_text(f"{READS_NONE}\nTEXT = '--json'")
     answer = amp("casts", "train.py", "--json", "--unknown", "x")
     assert answer.stdout.startswith('{"script": "train.py"')
     assert (

@@ -15,7 +15,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from amp_plugin.casting.bound_rules import ours_by_default
-from amp_plugin.program import Program, program_named, reads_arguments, run_program
+from amp_plugin.program import Program, mentions, program_named, reads_arguments, run_program
 
 
 class ScriptCommand(TyperCommand):
@@ -23,19 +23,22 @@ class ScriptCommand(TyperCommand):
 
     If an argument after the script's name is also an option of the command, the command prints whether the
     script or the command gets the argument. Arguments that match an option go to the command if the script
-    reads no arguments.
+    reads no arguments. Nothing is printed if the script reads arguments and its source mentions the option.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Separate the arguments of the script from the options of the command."""
         ctx.allow_interspersed_args = False
         given, _, _ = self.make_parser(ctx).parse_args(list(args))
-        script, behind = given.get("script"), [*(given.get("arguments") or ())]
+        script, behind = str(given.get("script") or ""), [*(given.get("arguments") or ())]
         known = {name for param in self.params for name in param.opts if name.startswith("-")}
         own = [word for word in _before_dashes(behind) if word.partition("=")[0] in known]
+        script_reads = bool(script and own) and (given.get("as_module") or reads_arguments(script))
+        if script_reads:  # options that the script has too are meant for the script
+            own = [word for word in own if not mentions(script, word.partition("=")[0])]
         if script and own:
             options, command = " ".join(own), f"amp-plugin {ctx.info_name}"
-            if given.get("as_module") or reads_arguments(script):
+            if script_reads:
                 said = (
                     f"stands after {script}, so {script} gets it; to give it to {command}, write it before "
                     f"{script}"
