@@ -14,6 +14,7 @@ from amp_plugin.kernels.reference import INF_FLAG, NAN_FLAG
 from amp_plugin.patterns import clean_name
 from amp_plugin.scaling.gradients import Measurement
 
+FINDS_THE_OP: Final = "`amp-plugin diagnose train.py` finds the op and its line."
 _SCALE_TOO_HIGH: Final = (
     "Only gradients of parameters overflowed, so the loss scale was probably too high for them. If steps are "
     "still skipped at a much lower loss scale, look at what is computed outside of modules."
@@ -116,7 +117,7 @@ class OverflowReport:
         if self.elsewhere:
             return "The report of the rank with the overflow names its parameters: look at that rank's batch."
         if self.unattributed:
-            return "Which gradients made it so was not noted: amp_plugin.diagnose() finds the op."
+            return f"Which gradients made it so was not noted: {FINDS_THE_OP}"
         unnamed = " The parameters have no names yet: call scaler.register(optimizer, names=model)."
         return self._place() + unnamed * (not self.named) if self else ""
 
@@ -147,7 +148,7 @@ class OverflowReport:
             where = "Look at the batch, and at the backward pass near the first one named."
             mended = f"{either} the module of the first one named needs fp32."
             return f"The other gradients are finite. {mended if self.scaled else where}"
-        bad = "the loss or the forward pass is not finite: amp_plugin.diagnose() finds the op."
+        bad = f"the loss or the forward pass is not finite: {FINDS_THE_OP}"
         return f"All gradients overflowed at once. {either if self.scaled else 'Probably'} {bad}"
 
 

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.messages import warn_user
 from amp_plugin.scaling.loss_scale import capturing
-from amp_plugin.scaling.overflows import FirstModules, OverflowReport
+from amp_plugin.scaling.overflows import FINDS_THE_OP, FirstModules, OverflowReport
 
 RUN = 50
 """After this many skipped steps in a row there is a warning."""
@@ -261,10 +261,9 @@ def run_of_skips(step: StepResult) -> str:
         further = "" if report.scaled else ": lowering it further will not help"
         why = f"and the loss scale is {step.scale_after:g}{further}"
     where = f"{report.where()} ".lstrip()
-    return (
-        f"{steps} in a row were skipped ({report.summary()}), {why}. {report.meaning()} "
-        f"{where}Run `amp-plugin diagnose train.py`: it names the op and its line."
-    )
+    meaning = report.meaning()
+    text = f"{steps} in a row were skipped ({report.summary()}), {why}. {meaning} {where}"
+    return text.rstrip() if FINDS_THE_OP in meaning else text + FINDS_THE_OP
 
 
 def copy_to_host(tensors: Sequence[Tensor]) -> tuple[Sequence[torch.Event], list[Tensor]]:

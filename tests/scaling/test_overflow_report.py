@@ -18,10 +18,10 @@ TEXTS = [
     (MANY, "inf in 9 gradients: p8, p7, p6, p5, p4 and 4 more", "^The other gradients are finite. Look at the batch, and at the ba"),
     (replace(MANY, scaled=True), "inf in 9", "a few more skipped steps lower it enough, or the module of the first one named needs fp32"),
     (replace(MANY, named=False), "inf in 9", r"call scaler.register\(optimizer, names=model\)"),
-    (ALL, "nan in 2 gradients: b, a", r"^All gradients overflowed at once. Probably the loss .* is not finite: amp_plugin.diagnose\(\) finds"),
-    (replace(ALL, scaled=True), "nan in 2", "^All gradients overflowed at once. Either the loss scale is still too high, .*amp_plugin.diagnose"),
+    (ALL, "nan in 2 gradients: b, a", r"^All gradients overflowed at once. Probably the loss .* is not finite: `amp-plugin diagnose train.py` finds"),
+    (replace(ALL, scaled=True), "nan in 2", "^All gradients overflowed at once. Either the loss scale is still too high, .*`amp-plugin diagnose train.py` finds"),
     (OverflowReport(elsewhere=True), "overflow on another rank", "look at that rank's batch"),
-    (OverflowReport(unattributed=True), "the norm of the gradients is not finite", "amp_plugin.diagnose"),
+    (OverflowReport(unattributed=True), "the norm of the gradients is not finite", "`amp-plugin diagnose train.py` finds"),
     (OverflowReport(checked=3), "no overflow", "^$"),
 ]  # fmt: skip
 
