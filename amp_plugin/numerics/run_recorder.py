@@ -121,8 +121,13 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         return {"file": str(file), "results": results, "steps": steps}
 
     def report(self) -> str:
-        """Return a line of text with the number of results, the number of steps and the path of the file."""
-        return "{results} results of {steps} steps are in {file}".format(**self.to_dict())
+        """Return a line of text with the number of results, the number of steps and the path of the file.
+
+        Skipped steps are not counted. The last step counts as soon as it has begun.
+        """
+        counts = self.to_dict()
+        steps = f"{counts['steps']} optimizer step{'s' * (counts['steps'] != 1)}"
+        return f"{counts['results']} results of {steps} are in {counts['file']}"
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Record the gradients that reach the optimizer, and each weight before its first step."""

@@ -243,7 +243,7 @@ def test_a_rank_that_is_killed_leaves_the_other_ones_recording(tmp_path: Path, d
         killed = -signal.SIGKILL if at == dying else 0
         assert ranks[1].returncode == killed, ranks[1].stderr
         output = output or ranks[0].stdout
-    assert f"results of 3 steps are in {whole / 'rank-0.amp'}" in output
+    assert f"results of 3 optimizer steps are in {whole / 'rank-0.amp'}" in output
     result = amp("compare", str(whole), str(cut))
     assert result.exit_code == 1, result.output
     if dying:

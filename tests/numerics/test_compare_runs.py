@@ -119,7 +119,7 @@ def test_the_commands(tmp_path: Path) -> None:
     for run, factor in zip(runs, ("1.0", "1.0", "1.5"), strict=True):
         result = amp("diagnose", "--save", run, str(script), factor)
         assert result.exit_code == 0, result.output
-        assert f"results of 1 steps are in {run}" in result.stdout
+        assert f"results of 1 optimizer step are in {run}" in result.stdout
     result = amp("compare", runs[0], runs[1])
     assert result.exit_code == 0
     assert result.stdout.rstrip().endswith(
