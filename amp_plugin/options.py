@@ -158,7 +158,11 @@ class LossScaleOptions:
         float, Doc("The factor by which an overflow lowers the scale, between 0 and 1.")
     ] = field(default=0.5, kw_only=False)
     growth_interval: Annotated[
-        int, Doc("The number of steps in a row without an overflow after which the scale grows.")
+        int,
+        Doc(
+            "The number of steps in a row without an overflow after which the scale grows. With several "
+            "optimizers, their steps between two updates of the scale count as one step."
+        ),
     ] = field(default=2000, kw_only=False)
     min_scale: Annotated[float | None, Doc("The smallest scale. None only keeps the scale above 0.")] = None
     max_scale: Annotated[float | None, Doc("The largest scale. None means float32's largest number.")] = None
