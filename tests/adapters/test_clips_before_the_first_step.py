@@ -1,8 +1,7 @@
 """A program clips the gradients of two optimizers before it steps the first one.
 
-The loss scale then changes once per iteration, as without the clips. Stock Accelerate, stock Lightning and a
-plain loop with torch.amp.GradScaler that call ``update()`` after each step change it twice. Then torch's scaler
-also divides the second optimizer's gradients again.
+The loss scale then changes once per iteration, as without the clips. With torch.amp.GradScaler and an
+``update()`` after each step, it changes twice, and the second optimizer's gradients are divided twice.
 """
 
 import math

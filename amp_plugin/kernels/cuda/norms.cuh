@@ -63,9 +63,10 @@ __device__ __noinline__ double power(double base, double exponent) { return pow(
 // Any other p. p = 0 counts the nonzero elements, and p = -inf takes the smallest magnitude.
 //
 // In float32, a whole p up to kMostFactors multiplies an element by itself. Any other p of moderate size uses
-// the GPU's approximations of the logarithm and of the power of two. An element 2^e * m, with m between 1 and
-// 2, becomes 2^(p * e) * 2^(p * log2(m)). The first exponent is split exactly into a whole number and a rest.
-// So the error of the norm is below 8e-7, whatever the size of the elements. In float64, `pow` is used.
+// the GPU's approximations of the logarithm and of the power of two. An element is 2^e * m, where
+// 1 <= m < 2, and becomes 2^(p * e) * 2^(p * log2(m)). The first exponent is split exactly into a whole
+// number and a rest. So the error of the norm is below 8e-7, whatever the size of the elements. In float64,
+// `pow` is used.
 struct Power {
   static constexpr bool kOfComponents = false, kHidesNonFinite = true;
   enum Way { kAdds, kCounts, kTakesLeast, kMultiplies, kApproximates, kExactly };
