@@ -85,7 +85,7 @@ def anomalies_explained(scaler: Any) -> Iterator[None]:
         if not (torch.is_anomaly_enabled() and _ANOMALY in str(error) and scaler.is_enabled()):
             raise
         msg = (
-            f"{error} The loss scale is {scaler.get_scale():g}, and it may be the only reason: while the "
+            f"{error} The loss scale is {scaler.get_scale():.10g}, and it may be the only reason: while the "
             "scaler finds the scale, some gradients overflow and their steps are skipped. Run without "
             "anomaly detection, or lower init_scale. `amp-plugin diagnose train.py` finds a nan that "
             "has another reason."

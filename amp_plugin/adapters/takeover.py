@@ -251,7 +251,7 @@ class Takeover:
             return ""
         text = f"; {steps} optimizer step{'s' * (steps > 1)}, {skipped or 'none'} skipped"
         if scale is not None:
-            text += f", final loss scale {scale:g}"
+            text += f", final loss scale {scale:.10g}"
         what = ""
         if 2 * skipped > steps:
             what = "Most steps were skipped"

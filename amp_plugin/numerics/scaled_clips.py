@@ -220,7 +220,7 @@ def _finding(clip: _Clip, scaler: Any, optimizer: Any, numbers: tuple[float, flo
         f"{shown[0]}.{own}({shown[1]}, ...) of amp_plugin.GradScaler. In a framework, use the framework's "
         "own clip.",
         cures=cures,
-        lesson=f"{scale:g}: the limit of {limit:g} limits the true gradients to {limit / scale:.2g}",
+        lesson=f"{scale:.10g}: the limit of {limit:g} limits the true gradients to {limit / scale:.2g}",
     )
 
 

@@ -96,20 +96,20 @@ class Survey:
         return [self._branch(prefix.rstrip("."), model, state) for prefix, model in prefixes(self._models)]
 
     def _branch(self, path: str, module: nn.Module, state: dict[Tensor, dict[str, object]]) -> Branch:
+        children = [(f"{path}.{inner}".lstrip("."), child) for inner, child in module.named_children()]
         params = [param for param in module.parameters(recurse=False) if not is_lazy(param)]
+        name = clean_name(path)
+        if not params and [clean_name(inner) for inner, _ in children] == [name]:
+            return self._branch(*children[0], state)  # a wrapper, such as a compiled module, has no row
         grads = [self._gradients[param] for param in params if param in self._gradients]
         entries = [entry for param in params for entry in state.get(param, {}).values()]
         kept = [tensor for tensor in entries if isinstance(tensor, Tensor)]
-        name = clean_name(path)
         below, result = self._formats.get(name), [self._results[name]] if name in self._results else []
-        inside = [
-            self._branch(f"{path}.{inner}".lstrip("."), child, state)
-            for inner, child in module.named_children()
-        ]
+        inside = [self._branch(inner, child, state) for inner, child in children]
         within = [dtype for part in inside for dtype in part["products"]]
         products = [*dict.fromkeys([*self._products.get(name, []), *within])]
         return {
-            "name": path.rpartition(".")[2] or "(model)",
+            "name": name.rpartition(".")[2] or "(model)",
             "kind": type(module).__name__,
             "weights": _named(half_of(param).dtype for param in params),
             "computes": below.format if below else _named(products or result),

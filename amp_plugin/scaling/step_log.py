@@ -259,7 +259,7 @@ def run_of_skips(step: StepResult) -> str:
     why = "although nothing is scaled"
     if step.is_scaled:
         further = "" if report.scaled else ": lowering it further will not help"
-        why = f"and the loss scale is {step.scale_after:g}{further}"
+        why = f"and the loss scale is {step.scale_after:.10g}{further}"
     where = f"{report.where()} ".lstrip()
     meaning = report.meaning()
     text = f"{steps} in a row were skipped ({report.summary()}), {why}. {meaning} {where}"
@@ -570,7 +570,7 @@ def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
         if not step.skipped or step.is_left_out or step.scale_before > blameless_scale:
             return
         report = step.overflow_report()
-        scaled = "" if step.scale_before == 1.0 else f" at a loss scale of {step.scale_before:g}"
+        scaled = "" if step.scale_before == 1.0 else f" at a loss scale of {step.scale_before:.10g}"
         msg = (
             f"{step.kind}: gradients are not finite{scaled} ({report.summary()}); the step was not taken, "
             f"the weights are those of before. {report.meaning()} {report.where()} "

@@ -183,7 +183,7 @@ def news_of(record: StepRecord) -> str:
     elif record.verdict == "held":
         why = "an earlier spike has yet to be raised"
     where = f" ({', '.join(record.parameters)})" if record.parameters else ""
-    scale = "" if record.loss_scale is None else f", at a loss scale of {record.loss_scale:g}"
+    scale = "" if record.loss_scale is None else f", at a loss scale of {record.loss_scale:.10g}"
     return f"step {record.step} of {record.optimizer} {done}: {why}{where}{scale}"
 
 

@@ -264,6 +264,17 @@ def test_a_parent_computes_in_what_the_modules_within_it_compute_in():
     assert [part["computes"] for part in row["inside"]] == ["bf16", "fp32"]
 
 
+@pytest.mark.parametrize("models", [1, 2])
+def test_a_wrapper_has_no_row(models):
+    net = make_net()
+    compiled = torch.compile(nn.Sequential(torch.compile(net[0], backend="eager"), *net[1:]), backend="eager")
+    survey = Survey([compiled] * models)
+    tree = survey.trees([])[0]
+    plain = Survey([nn.Sequential(*net)]).trees([])[0]
+    assert tree["name"] == ("(model)" if models == 1 else "OptimizedModule[0]")
+    assert {**tree, "name": ""} == {**plain, "name": ""}
+
+
 def test_an_error_in_the_survey_is_one_warning(monkeypatch):
     monkeypatch.setattr("amp_plugin.run_page.dtypes.tree_leaves", lambda _: 1 / 0)
     survey = Survey([net := make_net()])

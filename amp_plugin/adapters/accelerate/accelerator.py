@@ -523,7 +523,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         elif self._scaler.is_enabled():
             warn_user(
                 f"the checkpoint {folder} has no {SCALER_NAME}, because it was not saved in fp16; the "
-                f"loss scale stays at {self._scaler.get_scale():g}"
+                f"loss scale stays at {self._scaler.get_scale():.10g}"
             )
         spikes = Path(folder, _SPIKES_NAME)
         if spikes.is_file():
