@@ -602,7 +602,9 @@ class Session:
         if not self.scales_loss and not state:
             return ""
         kept = (
-            f"the scale stays at {self.scaler.get_scale():.10g}" if self.scales_loss else "its scale is ignored"
+            f"the scale stays at {self.scaler.get_scale():.10g}"
+            if self.scales_loss
+            else "its scale is ignored"
         )
         return f"the checkpoint was written in another precision; {kept}"
 
