@@ -216,6 +216,7 @@ def test_the_verdict_of_a_step_that_failed_is_not_that_of_the_next_one():
     scaler.scale((weight * torch.inf).sum()).backward()
     scaler.step(optimizer, weight.sum)
     assert scaler.last_step(optimizer).verdict == "overflow"
+    assert not scaler.last_step(optimizer).is_left_out
 
 
 def test_each_optimizer_has_statistics_of_its_own():

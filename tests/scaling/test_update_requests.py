@@ -19,7 +19,7 @@ def test_the_update_is_applied_at_the_boundary(weights, boundary):
     scaler.update()
     call = getattr(scaler, boundary)
     call(torch.ones(())) if boundary == "scale" else call()
-    assert (scaler.get_scale(), b.grad) == (16.0, 80.0)
+    assert (b.grad, scaler.get_scale()) == (80.0, 16.0)
     scaler.step(b.optimizer)
     assert b.value == -5.0
 
