@@ -109,13 +109,15 @@ gpu-proof: $(READY)
 		$(if $(GPUS),--cuda $(GPUS)) $(if $(GPU_PACKAGES),--with $(GPU_PACKAGES))
 
 test-fallback: $(READY)
-	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow" \
+	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow and not whole_run" \
 		tests/adapters tests/casting tests/scaling $(addprefix --ignore tests/adapters/test_,$(addsuffix .py,$(WITHOUT_OPS)))
 
 test-whole: $(READY)
 	$(PYTEST) $(PARALLEL) -m whole_run
 	$(PYTEST) $(PARALLEL) $(ON_HOST_DEVICE) -m "gpu and whole_run"
-	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow" \
+	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "whole_run and not native and not dist and not slow" \
+		tests/adapters tests/casting tests/scaling
+	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow and not whole_run" \
 		$(addprefix tests/adapters/test_,$(addsuffix .py,$(WITHOUT_OPS)))
 
 fuzz: $(READY)

@@ -14,13 +14,10 @@ from tests.numerics.columns_and_rows import NAMES, Whole
 from tests.numerics.tiny_transformer import Case
 from tests.warm_processes import call, call_on_ranks
 
-HEALTHY = [
-    Case("fsdp1"),
-    Case("fsdp1", "bf16", "AdamW"),
-    Case("fsdp1_flat", clip=True),
-    Case("fsdp1_flat", "bf16"),
-]
-WRONG = [Case("fsdp1", clip=True, local_norm=True), Case("fsdp1_flat", clip=True, local_norm=True)]
+HEALTHY = [Case("fsdp1", "bf16", "AdamW"), Case("fsdp1_flat", clip=True)]
+WRONG = [Case("fsdp1", clip=True, local_norm=True)]
+OTHERS_HEALTHY = [Case("fsdp1"), Case("fsdp1_flat", "bf16")]
+OTHERS_WRONG = [Case("fsdp1_flat", clip=True, local_norm=True)]
 
 
 def located(one: Path, ranks: Path, names: ModuleNames | None = None) -> tuple[int, int]:
@@ -33,15 +30,19 @@ def located(one: Path, ranks: Path, names: ModuleNames | None = None) -> tuple[i
     return len(found), sum(found)
 
 
+def record_cases(folder: Path, cases: list[Case], count: int = 2) -> None:
+    alone = list(dict.fromkeys(case.alone for case in cases))
+    done = [
+        call(tiny_transformer.record_all, folder / "1", alone, frameworks=True),
+        *call_on_ranks(count, 300, tiny_transformer.record_all, folder / "2", cases),
+    ]
+    assert all(rank.returncode == 0 for rank in done), "\n".join(rank.stderr for rank in done)
+
+
 @pytest.fixture(scope="module")
 def flat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fsdp1")
-    alone = list(dict.fromkeys(case.alone for case in HEALTHY + WRONG))
-    done = [
-        call(tiny_transformer.record_all, folder / "1", alone, frameworks=True),
-        *call_on_ranks(2, 300, tiny_transformer.record_all, folder / "2", HEALTHY + WRONG),
-    ]
-    assert all(rank.returncode == 0 for rank in done), "\n".join(rank.stderr for rank in done)
+    record_cases(folder, HEALTHY + WRONG)
     return folder
 
 
@@ -52,7 +53,11 @@ def recordings(folder: Path, case: Case) -> tuple[Path, Path]:
 @pytest.mark.dist
 @pytest.mark.parametrize("case", HEALTHY, ids=lambda case: case.name)
 def test_healthy_fsdp1_is_silent(flat: Path, case: Case) -> None:
-    one, two = recordings(flat, case)
+    assert_silent(flat, case)
+
+
+def assert_silent(folder: Path, case: Case) -> None:
+    one, two = recordings(folder, case)
     found = compare_runs(one, two)
     assert found.is_clean, found.report()
     assert found.mesh == {"shards": 2}
@@ -65,12 +70,7 @@ def test_healthy_fsdp1_is_silent(flat: Path, case: Case) -> None:
 @pytest.mark.whole_run
 def test_healthy_hybrid_fsdp1_on_four_ranks_is_silent(tmp_path: Path) -> None:
     cases = [Case("fsdp1_hybrid"), Case("fsdp1_hybrid", "bf16")]
-    alone = [case.alone for case in cases]
-    done = [
-        call(tiny_transformer.record_all, tmp_path / "1", alone, frameworks=True),
-        *call_on_ranks(4, 300, tiny_transformer.record_all, tmp_path / "2", cases),
-    ]
-    assert all(rank.returncode == 0 for rank in done), "\n".join(rank.stderr for rank in done)
+    record_cases(tmp_path, cases, 4)
     for case in cases:
         found = compare_runs(*recordings(tmp_path, case))
         assert found.is_clean, found.report()
@@ -80,7 +80,21 @@ def test_healthy_hybrid_fsdp1_on_four_ranks_is_silent(tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: case.name)
 def test_a_norm_over_local_shards_of_fsdp1_is_named(flat: Path, case: Case) -> None:
-    found = compare_runs(*recordings(flat, case)).unexplained
+    assert_named(flat, case)
+
+
+@pytest.mark.dist
+@pytest.mark.whole_run
+def test_so_it_is_with_the_other_options_of_fsdp1(tmp_path: Path) -> None:
+    record_cases(tmp_path, OTHERS_HEALTHY + OTHERS_WRONG)
+    for case in OTHERS_HEALTHY:
+        assert_silent(tmp_path, case)
+    for case in OTHERS_WRONG:
+        assert_named(tmp_path, case)
+
+
+def assert_named(folder: Path, case: Case) -> None:
+    found = compare_runs(*recordings(folder, case)).unexplained
     assert found is not None
     assert found.mesh == ("shards",)
     assert found.module == ""  # the clip computes with the norm outside of modules

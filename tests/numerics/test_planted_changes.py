@@ -77,7 +77,7 @@ def test_five_per_cent_in_a_branch_are_found_at_any_depth(tmp_path: Path, where:
         assert found.module == f"blocks.{at}", (at, str(found))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.whole_run)])
 def test_rounding_passes(tmp_path: Path, dtype) -> None:
     plain = record(tmp_path / "fp32.pt", enabled=False)
     found = compare_runs(record(tmp_path / "narrow.pt", dtype=dtype), plain)

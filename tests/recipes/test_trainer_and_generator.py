@@ -14,7 +14,7 @@ from recipes.trl_rollouts import gap, policy
 pytestmark = pytest.mark.native
 
 
-@pytest.mark.slow
+@pytest.mark.whole_run
 def test_the_cache_is_named_and_then_it_is_rounding(tmp_path):
     told = []
     before, after = main(tmp_path, told.append)

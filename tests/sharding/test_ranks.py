@@ -7,6 +7,7 @@ import pytest
 from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
 from tests.sharding.checkpoints import CROSSED, KEEPERS
 from tests.sharding.fronts import FRONTS, STRATEGIES
+from tests.sharding.parts import overflow_ways
 from tests.sharding.ranks import launch
 from tests.sharding.variants import VARIANTS
 from tests.warm_processes import WarmProcess
@@ -120,8 +121,8 @@ class TestEveryStrategyUnderEveryFront:
             assert report["weights"] < 1e-6
 
     def test_an_overflow_on_one_rank_skips_the_step_on_all(self, four, whole, run):
-        for key in [f"{run} fused", f"{run} plain"] if whole else [run]:
-            for report in found(four, "overflow", key):
+        for way in overflow_ways(run, whole):
+            for report in found(four, "overflow", f"{run} {way}"):
                 assert report["skipped"] == [False, True, False]
                 assert report["finite"]
                 assert report["scale"] == 2.0**9
