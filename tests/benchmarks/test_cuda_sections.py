@@ -26,7 +26,7 @@ ONLY_ON_A_DEVICE = {
 @pytest.mark.parametrize(
     "key",
     [
-        pytest.param(key, marks=[pytest.mark.whole_run] * (key == "compiled"))
+        pytest.param(key, marks=[pytest.mark.whole_run] * (key in {"compiled", "training"}))
         for key in keys("cuda")
         if key not in {"host", "first_use"}
     ],

@@ -269,7 +269,9 @@ def test_a_form_s_whole_run_ends_well(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", [pytest.param("fp16", marks=pytest.mark.whole_run), "bf16", "fp32"])
+@pytest.mark.parametrize(
+    "precision", [*(pytest.param(half, marks=pytest.mark.whole_run) for half in ("fp16", "bf16")), "fp32"]
+)
 def test_cuda_graph_learns_the_digits(precision):
     record = catalogue.load("cuda_graph").train(config_of("cuda_graph", precision))
     assert bool(record.loss_scales) == (precision == "fp16")
