@@ -26,7 +26,6 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -53,34 +52,6 @@ _REFERENCES: Final = {"fp32": torch.float32, "fp64": torch.float64}
 _PRECISIONS: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Apart:
-    """A loss, gradient or update that differs from the wide-dtype run by more than rounding can explain."""
-
-    what: str
-    apart: float
-    allowed: float
-
-    def __str__(self) -> str:
-        return f"{self.what}: relative difference {self.apart:.2g}; rounding explains {self.allowed:.2g}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Origin:
-    """The first op whose result exceeds its tolerance."""
-
-    op: str
-    module: str
-    line: str
-    apart: float
-    allowed: float
-
-    def __str__(self) -> str:
-        rows = [("module", self.module or "no module"), ("line", self.line or "unknown")]
-        rows.append(("difference", f"{self.apart:.2g}, relative; rounding explains {self.allowed:.2g}"))
-        return laid_out(f"first in {self.op}", rows)
-
-
 def _turned(result: Tensor, exact: Tensor) -> float:
     """Return the share of a result's squared norm that comes from elements that crossed a discontinuity."""
     size = float(in_widest_float(exact).square().sum())
@@ -98,8 +69,10 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
         # The largest ``explained`` of all gradients so far.
         self.largest = torch.finfo(torch.float32).eps
-        self.apart: list[_Apart] = []
-        self.origin: _Origin | None = None
+        # A line for each loss, gradient or update that differs by more than rounding can explain.
+        self.apart: list[str] = []
+        # A description of the first op whose result exceeds its tolerance, or "".
+        self.origin = ""
 
     def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
         """Compute ``explained`` of a result.
@@ -118,18 +91,16 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
         )
         explained = math.hypot(rounding, inputs, math.sqrt(min(turned, _GROWTH * inputs)))
         self._explained.set(result, explained)
-        if self.origin is not None or self.tracker.in_step:
+        if self.origin or self.tracker.in_step:
             return
-        apart = distance(result, self.shadows.of(result))
-        if apart > self._allowed(explained) and result.numel() > 1:
-            site = call.site
-            self.origin = _Origin(
-                op=call.traits.name,
-                module=site.module,
-                line=str(site.place or ""),
-                apart=apart,
-                allowed=self._allowed(explained),
-            )
+        apart, allowed = distance(result, self.shadows.of(result)), self._allowed(explained)
+        if apart > allowed and result.numel() > 1:
+            rows = [
+                ("module", call.site.module or "no module"),
+                ("line", str(call.site.place or "unknown")),
+                ("difference", f"{apart:.2g}, relative; rounding explains {allowed:.2g}"),
+            ]
+            self.origin = laid_out(f"first in {call.traits.name}", rows)
 
     def _allowed(self, explained: float) -> float:
         return _GROWTH * max(explained, torch.finfo(torch.float32).eps)
@@ -151,7 +122,7 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
     def _compare(self, what: str, error: float, size: float, explained: float) -> None:
         apart, allowed = error / size if size else float(error > 0), self._allowed(explained)
         if not apart <= allowed:
-            self.apart.append(_Apart(what=what, apart=apart, allowed=allowed))
+            self.apart.append(f"{what}: relative difference {apart:.2g}; rounding explains {allowed:.2g}")
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Compare the gradients with the wide run. Keep copies of the weights of both runs."""
@@ -232,8 +203,8 @@ def assert_trains_like(
                 with unwatched():
                     run.judge(f"loss of step {number + 1}", [loss.detach()])
     if run.apart:
-        where = [str(run.origin)] if run.origin else []
-        text = "\n".join([f"this does not train like {reference}", *map(str, run.apart[:5]), *where])
+        where = [run.origin] if run.origin else []
+        text = "\n".join([f"this does not train like {reference}", *run.apart[:5], *where])
         raise AssertionError(text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
@@ -24,7 +25,8 @@ class LostNumbers:
 
     def __init__(self) -> None:
         self._diagnosis = Diagnosis(keep_going=True)
-        self._casts = _LostCasts()
+        # The number of values that casts lost, by kind, dtype, module and line.
+        self._lost: Counter[tuple[str, str, str, str]] = Counter()
         self._skips = 0
         self._open = ExitStack()
 
@@ -32,7 +34,7 @@ class LostNumbers:
         """Open the region."""
         with ExitStack() as stack:
             stack.enter_context(self._diagnosis)
-            stack.enter_context(Region(Tracker(), self._casts))
+            stack.enter_context(Region(Tracker(), self))
             scaler = torch.amp.GradScaler
             stack.enter_context(patch.object(scaler, "update", self._counting(scaler.update)))
             self._open = stack.pop_all()
@@ -59,29 +61,8 @@ class LostNumbers:
 
         return counted
 
-    def report(self) -> str:
-        """Return text about skipped steps, lossy casts and non-finite numbers, or "" if there are none."""
-        found = [str(finding) for finding in self._diagnosis.findings]
-        found += self._casts.lines()
-        if self._skips:
-            found.append(f"{self._skips} steps were skipped, because their gradients were not finite")
-        return "\n\n".join(found)
-
-
-def _scale_of(scaler: Any) -> float:
-    """Return the loss scale without applying a requested update, which ``get_scale()`` would apply."""
-    value = getattr(scaler, "_scale", None)
-    return 0.0 if value is None else float(value.item())
-
-
-class _LostCasts:
-    """Observes casts to 16 bits, and records those in which numbers become infinite or 0."""
-
-    def __init__(self) -> None:
-        self._lost: dict[tuple[str, str, str, str], int] = {}
-
     def after(self, call: Call, output: Any) -> None:
-        """Compare the result of a cast with its input."""
+        """Count the values that a cast to 16 bits makes infinite or 0. Called after each op."""
         if call.traits.base not in {"_to_copy", "copy"} or not call.arguments:
             return
         given = call.arguments[-1].tensor
@@ -107,11 +88,21 @@ class _LostCasts:
                         call.site.module or "no module",
                         str(call.site.place or "an unknown line"),
                     )
-                    self._lost[key] = self._lost.get(key, 0) + count
+                    self._lost[key] += count
 
-    def lines(self) -> list[str]:
-        """Return a string for each module and line in which a cast lost values."""
-        return [
+    def report(self) -> str:
+        """Return text about skipped steps, lossy casts and non-finite numbers, or "" if there are none."""
+        found = [str(finding) for finding in self._diagnosis.findings]
+        found += [
             f"a cast to {dtype} lost {count} values by {kind}, in {module}, {place}"
             for (kind, dtype, module, place), count in self._lost.items()
         ]
+        if self._skips:
+            found.append(f"{self._skips} steps were skipped, because their gradients were not finite")
+        return "\n\n".join(found)
+
+
+def _scale_of(scaler: Any) -> float:
+    """Return the loss scale without applying a requested update, which ``get_scale()`` would apply."""
+    value = getattr(scaler, "_scale", None)
+    return 0.0 if value is None else float(value.item())
