@@ -173,23 +173,23 @@ def check_source(source: Source, settings: Settings) -> list[Found]:
         if not settings.wants(code):
             continue
         for hit in rule(module):
-            if not _is_ignored(hit, ignored):
-                one = _found(source, hit)
-                found[one.cell, one.line, one.column, one.code] = one
+            if not _is_ignored(code, hit, ignored):
+                one = _found(source, code, hit)
+                found[one.cell, one.line, one.column, code] = one
     return [one for _, one in sorted(found.items())]
 
 
-def _is_ignored(hit: Hit, ignored: dict[int, set[str]]) -> bool:
+def _is_ignored(code: str, hit: Hit, ignored: dict[int, set[str]]) -> bool:
     lines = (0, *range(getattr(hit.node, "lineno", 0), (getattr(hit.node, "end_lineno", 0) or 0) + 1))
-    return any({"", hit.code} & ignored.get(line, set()) for line in lines)
+    return any({"", code} & ignored.get(line, set()) for line in lines)
 
 
-def _found(source: Source, hit: Hit) -> Found:
+def _found(source: Source, code: str, hit: Hit) -> Found:
     node: Any = hit.node
     cell, line = source.place(node.lineno)
     return Found(
         path=source.path,
-        code=hit.code,
+        code=code,
         line=line,
         column=node.col_offset + 1,
         end_line=line + node.end_lineno - node.lineno,

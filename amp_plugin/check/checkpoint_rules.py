@@ -34,7 +34,7 @@ def scaler_not_saved(module: Module) -> Iterator[Hit]:
         for part, value, scope in _saved(module, event):
             if _is_optimizer(module, part, scope) and value not in reported:
                 reported.add(value)
-                yield Hit("AMP015", event.call)
+                yield Hit(event.call)
                 break
     yield from _returned_states(module, reported)
 
@@ -82,7 +82,7 @@ def _returned_states(module: Module, reported: set[ast.AST]) -> Iterator[Hit]:
             optimizers = [state for state in states if _is_optimizer(module, state[0], state[2])]
             others = [s for s in states if s not in optimizers and not is_named(s[0], "sch")]
             if optimizers and others and optimizers[0][1] not in reported:
-                yield Hit("AMP015", optimizers[0][0])
+                yield Hit(optimizers[0][0])
 
 
 def _saves(module: Module, call: ast.Call) -> bool:

@@ -25,7 +25,6 @@ class Edit(NamedTuple):
 class Hit(NamedTuple):
     """A mistake that a rule has found, with its place in the syntax tree."""
 
-    code: str
     node: ast.AST
     detail: str = ""  # a text in place of the rule's
     edits: tuple[Edit, ...] = ()  # edits that fix the mistake

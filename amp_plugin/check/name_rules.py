@@ -27,13 +27,13 @@ def deprecated_names(module: Module) -> Iterator[Hit]:
         if match := _OLD.match(node.module or ""):
             imported |= {alias.asname or alias.name for alias in node.names}
             uses = {alias.asname or alias.name: alias.name for alias in node.names}
-            yield Hit("AMP013", node, "", _moved(module, node, uses, match[1], parents, lines))
+            yield Hit(node, "", _moved(module, node, uses, match[1], parents, lines))
         elif node.module in {"torch.cuda", "torch.cpu"} and "amp" in names:
             local = next(alias.asname or "amp" for alias in node.names if alias.name == "amp")
             imported.add(local)
             device = str(node.module).partition(".")[2]
             edits = _moved(module, node, {local: ""}, device, parents, lines) if len(names) == 1 else ()
-            yield Hit("AMP013", node, "", edits)
+            yield Hit(node, "", edits)
     for node in module.nodes:
         if isinstance(node, ast.Attribute) and not isinstance(parents.get(node), ast.Attribute):
             yield from _attribute(module, node, imported, parents, lines)
@@ -53,10 +53,10 @@ def _attribute(
     is_plain = ast.unparse(inner).startswith("torch.") and inner.lineno == inner.end_lineno
     edits = _edits_of_use(node, node.attr, match[1], parents, lines) if is_plain else None
     if edits is None or node.attr not in _MOVED or inner.end_col_offset is None:
-        yield Hit("AMP013", node)
+        yield Hit(node)
         return
     renamed = Edit(inner.lineno, inner.col_offset, inner.end_col_offset, "torch.amp")
-    yield Hit("AMP013", node, "", (renamed, *edits))
+    yield Hit(node, "", (renamed, *edits))
 
 
 def _is_alternative(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:

@@ -255,13 +255,13 @@ class _Collector(ast.NodeVisitor):
         self.names = Names()
         self.calls: list[tuple[ast.Call, Scope]] = []
         self._scope = Scope("", tree, None)
-        self._unconditional = {part for part in tree.body if isinstance(part, (ast.Import, ast.ImportFrom))}
         self.names.scopes[tree] = self._scope
         self.visit(tree)
 
     def _import(self, node: ast.Import | ast.ImportFrom, local: str, name: str) -> None:
         """Record an import. The first import of a name wins, unless a later import is unconditional."""
-        if node in self._unconditional:
+        around = self._scope.node
+        if isinstance(around, ast.Module) and node in around.body:  # the import is unconditional
             self.names.imports[local] = name
         self.names.imports.setdefault(local, name)
 

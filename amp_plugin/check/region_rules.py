@@ -35,7 +35,7 @@ def backward_in_autocast(module: Module) -> Iterator[Hit]:
         is_backward = event.kind in {"scaled backward", "backward", "framework backward"}
         region = event.context.region
         if is_backward and region is not None and region.is_sure:
-            yield Hit("AMP008", event.call)
+            yield Hit(event.call)
 
 
 def bce_in_autocast(module: Module) -> Iterator[Hit]:
@@ -46,7 +46,7 @@ def bce_in_autocast(module: Module) -> Iterator[Hit]:
             continue
         is_function = module.names.dotted(event.call.func) == "torch.nn.functional.binary_cross_entropy"
         if is_function or module.roles(event.call.func, event.scope) == {"bce"}:
-            yield Hit("AMP009", event.call)
+            yield Hit(event.call)
 
 
 def half_weights_trained(module: Module) -> Iterator[Hit]:
@@ -67,7 +67,7 @@ def half_weights_trained(module: Module) -> Iterator[Hit]:
                 key = module.names.key(trained, event.scope)
                 before = converted.get(key)
                 if before is not None and before.context.goes_with(event.context):
-                    yield Hit("AMP010", before.call)
+                    yield Hit(before.call)
 
 
 def _to_16_bits(module: Module, event: Event) -> bool:
@@ -101,7 +101,7 @@ def fp16_without_scaler(module: Module) -> Iterator[Hit]:
             regions = [e.context.region for e in earlier if e.context.region is not None]
             stepped = any(e.kind == "optimizer step" for e in later)
             if regions and stepped and regions[-1].dtype == "float16" and regions[-1].device != "cpu":
-                yield Hit("AMP011", backward.call)
+                yield Hit(backward.call)
 
 
 def _scalers_never_used(module: Module) -> set[str]:
@@ -137,7 +137,7 @@ def scaler_with_bf16(module: Module) -> Iterator[Hit]:
                 continue
             words = {word.arg: word.value for word in value.keywords}
             if None not in words and _is_on_with_regions(module, words.get("enabled")):
-                yield Hit("AMP012", value)
+                yield Hit(value)
 
 
 def _is_on_with_regions(module: Module, enabled: ast.expr | None) -> bool:
@@ -161,7 +161,7 @@ def cuda_scaler_on_cpu(module: Module) -> Iterator[Hit]:
         if ".cuda." in dotted or (
             None not in words and (given is None or module.names.constant(given, event.scope) == "cuda")
         ):
-            yield Hit("AMP019", event.call)
+            yield Hit(event.call)
 
 
 def autocast_over_threads(module: Module) -> Iterator[Hit]:
@@ -176,10 +176,10 @@ def autocast_over_threads(module: Module) -> Iterator[Hit]:
             if any(
                 isinstance(call, ast.Call) and module.names.dotted(call.func) in _THREADS for call in made
             ):
-                yield Hit("AMP017", event.call)
+                yield Hit(event.call)
         elif region.dtype == "bfloat16" and "data parallel" in module.roles(function, event.scope):
             detail = "the threads of DataParallel compute in float16 in a bfloat16 region"
-            yield Hit("AMP017", event.call, detail)
+            yield Hit(event.call, detail)
 
 
 def function_without_custom_fwd(module: Module) -> Iterator[Hit]:
@@ -199,7 +199,7 @@ def function_without_custom_fwd(module: Module) -> Iterator[Hit]:
         region = module.region_around(event.context, event.scope)
         if region is not None and not is_decorated and any(_has_product(m) for m in methods if m):
             reported.add(name)
-            yield Hit("AMP018", event.call)
+            yield Hit(event.call)
 
 
 def _has_product(function: FunctionNode) -> bool:
@@ -228,10 +228,10 @@ def constant_out_of_range(module: Module) -> Iterator[Hit]:
         for node in covered:
             for value, tensor in _fill_values(node):
                 if _LARGEST < abs(value) < float("inf") and _is_narrow(tensor, narrow):
-                    yield Hit("AMP014", node, f"float16 cannot hold {value:g}")
+                    yield Hit(node, f"float16 cannot hold {value:g}")
             for value, tensor in _divisors(node):
                 if 0 < value < _SMALLEST and _is_narrow(tensor, narrow):
-                    yield Hit("AMP014", node, f"{value:g} is 0 in float16")
+                    yield Hit(node, f"{value:g} is 0 in float16")
 
 
 def _fill_values(node: ast.AST) -> Iterator[tuple[float, ast.AST]]:

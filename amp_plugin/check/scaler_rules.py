@@ -32,7 +32,7 @@ def clip_before_unscale(module: Module) -> Iterator[Hit]:
     for flow in module.flows:
         for clip in filter(_bounds, flow.of("clip")):
             if any(_clips_scaled(flow, clip, step) for step in flow.of("scaler step")):
-                yield Hit("AMP001", clip.call)
+                yield Hit(clip.call)
         if not flow.of("scaled backward", "unscale", "scaler clip", "backward", "framework backward"):
             yield from _clip_in_a_step(module, flow)
 
@@ -89,7 +89,7 @@ def _clip_in_a_step(module: Module, flow: Flow) -> Iterator[Hit]:
         for step in flow.of("scaler step"):
             is_next = clip.position < step.position and clip.context.goes_with(step.context)
             if is_next and step.who in scaled and not _is_interrupted(flow, clip, step):
-                yield Hit("AMP001", clip.call)
+                yield Hit(clip.call)
                 break
 
 
@@ -100,11 +100,11 @@ def step_past_scaler(module: Module) -> Iterator[Hit]:
             scaled = _last_before(flow, step, *_BACKWARDS)
             if scaled is None or scaled.kind != "scaled backward" or _is_interrupted(flow, scaled, step):
                 if any(_has_stepped(flow, other, step) for other in flow.of("scaler step")):
-                    yield Hit("AMP002", step.call)
+                    yield Hit(step.call)
                 continue
             others = (e for e in flow.of("scaler step") if e.who == scaled.who)
             if not any(other.context.excludes(step.context) for other in others):
-                yield Hit("AMP002", step.call)
+                yield Hit(step.call)
 
 
 def _has_stepped(flow: Flow, before: Event, step: Event) -> bool:
@@ -149,7 +149,7 @@ def no_update(module: Module) -> Iterator[Hit]:
             and _is_made_here(module, event)
         ):
             reported.add(event.who)
-            yield Hit("AMP004", event.call)
+            yield Hit(event.call)
 
 
 def _updates_late(module: Module, flow: Flow) -> Iterator[Hit]:
@@ -164,7 +164,7 @@ def _updates_late(module: Module, flow: Flow) -> Iterator[Hit]:
             and _steps_each_batch(module, flow, step, updates[0])
         ):
             reported.add(updates[0].call)
-            yield Hit("AMP004", updates[0].call, _UPDATED_LATE)
+            yield Hit(updates[0].call, _UPDATED_LATE)
 
 
 def _is_behind(update: Event, step: Event) -> bool:
@@ -226,7 +226,7 @@ def update_between_steps(module: Module) -> Iterator[Hit]:
                 if event.kind in {"scaler step", "unscale"} and _same_pass(event, update):
                     before = flow.events[: update.position]
                     if _steps_an_earlier_loss(before, event, update):
-                        yield Hit("AMP005", update.call)
+                        yield Hit(update.call)
                     break
                 if event.kind in {"scaled backward", "update", "unknown"}:
                     break
@@ -254,15 +254,15 @@ def update_in_accumulation(module: Module) -> Iterator[Hit]:
         for step in flow.of("scaler step"):
             updates = [e for e in flow.of("update") if _turn(e) == _turn(step)]
             if updates and all(_is_rarer(update, step) for update in updates):
-                yield Hit("AMP006", step.call, "step() runs after each micro-batch, update() once a window")
+                yield Hit(step.call, "step() runs after each micro-batch, update() once a window")
         for update in flow.of("update"):
             steps = [e for e in flow.of("scaler step") if _turn(e) == _turn(update)]
             if steps and all(_is_rarer(step, update) for step in steps):
-                yield Hit("AMP006", update.call, "update() runs after each micro-batch, step() once a window")
+                yield Hit(update.call, "update() runs after each micro-batch, step() once a window")
             elif is_torchs and _follows_nothing(flow, update, steps):
-                yield Hit("AMP006", update.call, "update() without a step() before it raises an error")
+                yield Hit(update.call, "update() without a step() before it raises an error")
             elif is_torchs and any(_is_inside_window(flow, update, step) for step in steps):
-                yield Hit("AMP006", update.call, "update() runs within the window of another optimizer")
+                yield Hit(update.call, "update() runs within the window of another optimizer")
 
 
 def _turn(event: Event) -> tuple[object, ...]:
@@ -326,11 +326,9 @@ def unscale_twice(module: Module) -> Iterator[Hit]:
             turn = (event.who, event.optimizer, event.context.loops)
             steps = [e for e in flow.of("scaler step") if (e.who, e.optimizer, e.context.loops) == turn]
             if earlier and _same_pass(earlier[-1], event) and not _renewed(flow, earlier[-1], event):
-                yield Hit("AMP007", event.call)
+                yield Hit(event.call)
             elif steps and all(_is_rarer(step, event) for step in steps):
-                yield Hit(
-                    "AMP007", event.call, "unscale_() runs after each micro-batch, step() once a window"
-                )
+                yield Hit(event.call, "unscale_() runs after each micro-batch, step() once a window")
 
 
 def _renewed(flow: Flow, first: Event, last: Event) -> bool:
@@ -351,12 +349,12 @@ def scheduler_on_skip(module: Module) -> Iterator[Hit]:
             steps = [e for e in events[:number] if e.kind == "scaler step"]
             if event.call not in reported and any(_goes_along(module, event, step) for step in steps):
                 reported.add(event.call)
-                yield Hit("AMP016", event.call)
+                yield Hit(event.call)
             elif _is_unprepared(module, flow, event):
-                yield Hit("AMP016", event.call, _UNPREPARED)
+                yield Hit(event.call, _UNPREPARED)
             elif event.call not in reported and _goes_ahead(module, flow, event):
                 reported.add(event.call)
-                yield Hit("AMP016", event.call, _AHEAD)
+                yield Hit(event.call, _AHEAD)
 
 
 def _goes_ahead(module: Module, flow: Flow, event: Event) -> bool:
@@ -441,11 +439,11 @@ def framework_bypassed(module: Module) -> Iterator[Hit]:
             if framework and precision not in _NO_SCALE:
                 better = {"accelerator": "clip_grad_norm_", "fabric": "clip_gradients"}[framework]
                 text = f"{before.who.text if before.who else framework}.{better}"
-                yield Hit("AMP003", clip.call, f"clips scaled gradients in fp16; call {text}()")
+                yield Hit(clip.call, f"clips scaled gradients in fp16; call {text}()")
         for event in flow.of("backward"):
             name = _prepared(module, flow)
             if name and not backwards:
-                yield Hit("AMP003", event.call, f"the loss is not scaled; call {name}.backward(loss)")
+                yield Hit(event.call, f"the loss is not scaled; call {name}.backward(loss)")
 
 
 def _framework(module: Module, event: Event) -> tuple[str, object]:
