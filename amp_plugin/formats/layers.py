@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -245,7 +246,10 @@ class LayerFormats:
             made = FORMATS[chosen].convert(layer, self._configs[chosen])
             made.train(layer.training)
             casts = chosen == "mxfp8" and _emulates(self._configs[chosen])
-            made.register_forward_pre_hook(LayerInput(name, chosen, self._rows(chosen), casts))
+            hook = partial(
+                _fitted_input, layer=name, format_name=chosen, multiple=self._rows(chosen), casts=casts
+            )
+            made.register_forward_pre_hook(hook)
             setattr(model.get_submodule(parent), child, made)
         return formats
 
@@ -338,44 +342,34 @@ def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
     recipe.module_filter_func = filtered
 
 
-@dataclass(frozen=True, slots=True)
-class LayerInput:
-    """A forward pre-hook that checks and casts the input of a converted layer.
+def _fitted_input(
+    module: nn.Module, args: tuple[Any, ...], *, layer: str, format_name: str, multiple: int, casts: bool
+) -> tuple[Any, ...] | None:
+    """Check the input of a converted layer, and cast it if needed. This is a forward pre-hook.
 
-    During training, the hook raises an error if the format does not support the number of rows of the input.
-    In emulated mxfp8 the hook also casts the input to the dtype of the weight, because torchao's emulation
-    multiplies input and weight without a cast. The cast does not change results, because the quantizer rounds
-    a bfloat16 number exactly like the float32 number with the same value.
+    In emulated mxfp8 the input is cast to the dtype of the weight, because torchao's emulation multiplies
+    input and weight without a cast. The cast does not change results, because the quantizer rounds a bfloat16
+    number exactly like the float32 number with the same value.
+
+    Return the new arguments if the input was cast, else None.
+
+    Raises:
+        ValueError: The layer is in training mode, and the number of rows of its input is not a multiple of
+            the number that the format requires.
     """
-
-    layer: str
-    format_name: str
-    multiple: int
-    casts: bool
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Check the number of rows of a layer's input during training, and cast the input if needed.
-
-        Return the new arguments if the input was cast, else None.
-
-        Raises:
-            ValueError: The layer is in training mode, and the number of rows of its input is not a multiple
-                of the number that the format requires.
-        """
-        x = args[0] if args else None
-        if not isinstance(x, Tensor):
-            return None
-        rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-        if rows % self.multiple and torch.is_grad_enabled() and module.training:
-            msg = (
-                f"{self.layer} gets {rows} rows (batch times sequence), but training in "
-                f"{self.format_name} needs a multiple of {self.multiple}: change the batch size, pad the "
-                f"batch, or drop the last batch; or keep this layer in bf16: formats={{{self.layer!r}: "
-                "'bf16'}"
-            )
-            raise ValueError(msg)
-        weight: Any = module.weight
-        return (x.to(weight.dtype), *args[1:]) if self.casts and x.dtype != weight.dtype else None
+    x = args[0] if args else None
+    if not isinstance(x, Tensor):
+        return None
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    if rows % multiple and torch.is_grad_enabled() and module.training:
+        msg = (
+            f"{layer} gets {rows} rows (batch times sequence), but training in {format_name} needs a "
+            f"multiple of {multiple}: change the batch size, pad the batch, or drop the last batch; or keep "
+            f"this layer in bf16: formats={{{layer!r}: 'bf16'}}"
+        )
+        raise ValueError(msg)
+    weight: Any = module.weight
+    return (x.to(weight.dtype), *args[1:]) if casts and x.dtype != weight.dtype else None
 
 
 def read_formats(given: Mapping[str, str] | str | Path | None) -> dict[str, str]:

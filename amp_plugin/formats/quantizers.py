@@ -17,7 +17,6 @@ but the kernels use 16x16 tiles.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -27,21 +26,7 @@ BLOCK: Final = {"mxfp8": 32, "nvfp4": 16}
 """Maps each block format to the number of elements in a row that share one scale."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Codes:
-    """A matrix that was rounded to a format.
-
-    Attributes:
-        rounded: The rounded values, in the dtype of the matrix that was quantized.
-        scales: The float32 factors by which the codes are multiplied. There is one factor for the matrix, for
-            each row, or for each block.
-    """
-
-    rounded: Tensor
-    scales: Tensor
-
-
-def quantize(matrix: Tensor, name: str, *, is_gradient: bool = False) -> Codes:
+def quantize(matrix: Tensor, name: str, *, is_gradient: bool = False) -> tuple[Tensor, Tensor]:
     """Round a contiguous matrix to a format along its last dimension, with torchao's reference quantizers.
 
     Args:
@@ -50,45 +35,49 @@ def quantize(matrix: Tensor, name: str, *, is_gradient: bool = False) -> Codes:
         name: ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``.
         is_gradient: True if the matrix is the gradient of an output. For gradients of outputs, ``"fp8"`` uses
             e5m2, as torchao does.
+
+    Returns:
+        Two tensors: the rounded values, in the dtype of ``matrix``; and the scales, which are the float32
+        factors by which the codes are multiplied. There is one scale for the matrix, for each row, or for
+        each block.
     """
     return _QUANTIZERS[name](matrix, is_gradient)
 
 
-def _bf16(matrix: Tensor, _: bool) -> Codes:
-    return Codes(rounded=matrix.bfloat16().to(matrix.dtype), scales=matrix.new_ones((), dtype=torch.float32))
+def _bf16(matrix: Tensor, _: bool) -> tuple[Tensor, Tensor]:
+    return matrix.bfloat16().to(matrix.dtype), matrix.new_ones((), dtype=torch.float32)
 
 
-def _float8(matrix: Tensor, dtype: torch.dtype, **options: Any) -> Codes:
+def _float8(matrix: Tensor, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic  # noqa: PLC0415 - optional
     from torchao.float8.float8_training_tensor import LinearMMConfig  # noqa: PLC0415
 
     codes = hp_tensor_to_float8_dynamic(matrix, dtype, LinearMMConfig(), **options)
-    rounded = codes.to_original_precision().to(matrix.dtype)
-    return Codes(rounded=rounded, scales=codes._scale.reciprocal())
+    return codes.to_original_precision().to(matrix.dtype), codes._scale.reciprocal()
 
 
-def _tensorwise(matrix: Tensor, is_gradient: bool) -> Codes:
+def _tensorwise(matrix: Tensor, is_gradient: bool) -> tuple[Tensor, Tensor]:
     from torchao.float8.config import e4m3_dtype, e5m2_dtype  # noqa: PLC0415 - optional
 
     return _float8(matrix, e5m2_dtype if is_gradient else e4m3_dtype)
 
 
-def _rowwise(matrix: Tensor, _: bool) -> Codes:
+def _rowwise(matrix: Tensor, _: bool) -> tuple[Tensor, Tensor]:
     from torchao.float8.config import ScalingGranularity, e4m3_dtype  # noqa: PLC0415 - optional
 
     options = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1}
     return _float8(matrix, e4m3_dtype, round_scales_to_power_of_2=True, **options)
 
 
-def _mxfp8(matrix: Tensor, _: bool) -> Codes:
+def _mxfp8(matrix: Tensor, _: bool) -> tuple[Tensor, Tensor]:
     from torchao.prototype.mx_formats.config import ScaleCalculationMode  # noqa: PLC0415 - optional
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, get_fp_scale  # noqa: PLC0415
 
     codes: Any = MXTensor.to_mx(matrix, torch.float8_e4m3fn, BLOCK["mxfp8"], ScaleCalculationMode.RCEIL)
-    return Codes(rounded=codes.dequantize(matrix.dtype), scales=get_fp_scale(codes.scale))
+    return codes.dequantize(matrix.dtype), get_fp_scale(codes.scale)
 
 
-def _nvfp4(matrix: Tensor, _: bool) -> Codes:
+def _nvfp4(matrix: Tensor, _: bool) -> tuple[Tensor, Tensor]:
     from torchao.prototype.mx_formats.nvfp4_tensor import (  # noqa: PLC0415 - optional
         NVFP4Tensor,
         per_tensor_amax_to_scale,
@@ -97,10 +86,10 @@ def _nvfp4(matrix: Tensor, _: bool) -> Codes:
     amax = matrix.abs().max().float()
     scale = per_tensor_amax_to_scale(torch.where(amax == 0, 1.0, amax))
     codes = NVFP4Tensor.to_nvfp4(matrix, BLOCK["nvfp4"], per_tensor_scale=scale)
-    return Codes(rounded=codes.dequantize(matrix.dtype), scales=codes.get_hp_scales())
+    return codes.dequantize(matrix.dtype), codes.get_hp_scales()
 
 
-_QUANTIZERS: Final[dict[str, Callable[[Tensor, bool], Codes]]] = {
+_QUANTIZERS: Final[dict[str, Callable[[Tensor, bool], tuple[Tensor, Tensor]]]] = {
     "bf16": _bf16,
     "fp8": _tensorwise,
     "fp8-rowwise": _rowwise,
@@ -137,7 +126,7 @@ def products(
     """
 
     def rounded(matrix: Tensor, *, is_gradient: bool = False) -> Tensor:
-        return quantize(matrix.contiguous(), name, is_gradient=is_gradient).rounded
+        return quantize(matrix.contiguous(), name, is_gradient=is_gradient)[0]
 
     output = rounded(x) @ rounded(weight).t()
     if grad is None:

@@ -46,15 +46,15 @@ class OperandRange:
 
     def add(self, matrix: Tensor, *, is_gradient: bool) -> None:
         """Measure one operand. Scales are computed along the last dimension of the operand."""
-        codes = quantize(matrix.contiguous(), self.format, is_gradient=is_gradient)
-        scales = codes.scales[codes.scales.isfinite() & (codes.scales > 0)]
+        rounded, scales = quantize(matrix.contiguous(), self.format, is_gradient=is_gradient)
+        scales = scales[scales.isfinite() & (scales > 0)]
         self.calls += 1
         self.largest = max(self.largest, float(matrix.abs().nan_to_num(nan=0.0, posinf=0.0).max()))
         if scales.numel():
             self.smallest_scale = min(self.smallest_scale, float(scales.min()))
             self.largest_scale = max(self.largest_scale, float(scales.max()))
         self.elements += matrix.numel()
-        self.underflowed += int(((codes.rounded == 0) & (matrix != 0)).sum())
+        self.underflowed += int(((rounded == 0) & (matrix != 0)).sum())
 
     @property
     def underflow(self) -> float:

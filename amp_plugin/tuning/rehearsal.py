@@ -335,7 +335,8 @@ def _measure(layer: Layer, formats: Sequence[str], x: Tensor, weight: Tensor, gr
                 continue
             rounded: Any = products(chosen, x, weight, grad)
             output, *gradients = map(_relative, rounded, exact)
-            lost = (quantize(x.contiguous(), chosen).rounded == 0) & (x != 0)
+            rounded_x, _ = quantize(x.contiguous(), chosen)
+            lost = (rounded_x == 0) & (x != 0)
             loss = layer.losses.setdefault(chosen, FormatLoss())
             loss.output, loss.gradient = max(loss.output, output), max(loss.gradient, *gradients)
             loss.underflow = max(loss.underflow, float(lost.float().mean()))

@@ -76,16 +76,16 @@ def test_nvfp4_has_the_bits_of_its_definition(which, dtype) -> None:
     x, weight, grad = operands(rows=8)
     ties = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -5, 0, 0.5, 1, 2, 3, 4]).expand(2, 16)
     matrix = {"x": x, "weight": weight, "grad": grad, "ties": ties.contiguous()}[which].to(dtype)
-    codes = quantize(matrix, "nvfp4")
+    rounded, scales = quantize(matrix, "nvfp4")
     f32, numbers = np.float32, matrix.float().numpy()
     whole = f32(np.abs(numbers).max()) / f32(448.0 * 6.0)
-    for row, found in enumerate(codes.rounded.float().numpy()):
+    for row, found in enumerate(rounded.float().numpy()):
         for block in range(matrix.shape[1] // 16):
             part = numbers[row, 16 * block : 16 * block + 16]
             of_block = np.abs(part).max() / f32(6.0) / whole
             of_block = min(max(of_block, f32(torch.finfo(torch.float8_e4m3fn).tiny)), f32(448.0))
             in_e4m3 = f32(torch.tensor(of_block).to(torch.float8_e4m3fn).float().item())
-            assert codes.scales[row, block].item() == in_e4m3 * whole
+            assert scales[row, block].item() == in_e4m3 * whole
             factor = f32(1.0) / whole / in_e4m3
             expected = [f32(to_e2m1(number * factor)) * (in_e4m3 * whole) for number in part]
             expected = torch.tensor(np.array(expected)).to(dtype).float().numpy()
@@ -95,14 +95,14 @@ def test_nvfp4_has_the_bits_of_its_definition(which, dtype) -> None:
 def test_mxfp8_has_power_of_two_scales_that_hold_the_largest_number() -> None:
     """A scale is E8M0: the smallest power of two for which no number of the block exceeds 448."""
     matrix = operands()[0]
-    codes = quantize(matrix, "mxfp8")
+    found, scales = quantize(matrix, "mxfp8")
     blocks = matrix.double().view(64, 2, 32)
     amax = blocks.abs().amax(-1)
     expected = torch.exp2(torch.ceil(torch.log2(amax / 448.0))).clamp(min=2.0**-127)
-    torch.testing.assert_close(codes.scales.double(), expected, rtol=0, atol=0)
+    torch.testing.assert_close(scales.double(), expected, rtol=0, atol=0)
     in_format = (blocks / expected.unsqueeze(-1)).float().to(torch.float8_e4m3fn).double()
     rounded = (in_format * expected.unsqueeze(-1)).view(64, 64)
-    torch.testing.assert_close(codes.rounded.double(), rounded, rtol=0, atol=0)
+    torch.testing.assert_close(found.double(), rounded, rtol=0, atol=0)
 
 
 def test_the_hadamard_transform_keeps_products_and_spreads_outliers() -> None:
