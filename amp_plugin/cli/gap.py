@@ -63,9 +63,9 @@ def gap(
         fail(str(error), code=2)
     try:
         with closing(Trainer(program, arguments or [], batches=1)) as trainer:
-            call = trainer.first_call()
-        device = call.device.type
-        found = close_gap(call.step, goal, model=call.model, device_type=device, progress=not as_json)
+            model, step = trainer.first_call()
+        device = next((param.device.type for param in model.parameters()), "cpu")
+        found = close_gap(step, goal, model=model, device_type=device, progress=not as_json)
         if output is not None:
             found.save(output)
     except (ImportError, OSError, RuntimeError, ValueError) as error:

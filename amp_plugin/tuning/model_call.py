@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -43,20 +42,11 @@ def logits_of(output: Any, tokens: Tensor, *, are_all: bool = True) -> Tensor | 
     return found if found.shape[:dims] == tokens.shape[:dims] else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelCall:
-    """A model call that can be repeated under the same autocast setting.
+Step = Callable[[Tensor], Any]
+"""A function that calls a model with other token ids and returns its output.
 
-    Attributes:
-        model: The module that was called.
-        device: The device of the token ids.
-        step: A function that calls the model with other token ids and returns its output. The token ids are
-            an int64 tensor of shape (number of sequences, length of the longest sequence).
-    """
-
-    model: nn.Module
-    device: torch.device
-    step: Callable[[Tensor], Any]
+The token ids are an int64 tensor of shape (number of sequences, length of the longest sequence).
+"""
 
 
 def _step_of(
@@ -65,8 +55,8 @@ def _step_of(
     kwargs: Mapping[str, Any],
     place_of_tokens: int | str,
     autocast: tuple[bool, torch.dtype],
-) -> Callable[[Tensor], Any]:
-    """Return a function that repeats a model call with other token ids.
+) -> Step:
+    """Return a function that repeats a model call with other token ids, under the same autocast setting.
 
     ``autocast`` says whether autocast was enabled at the call, and with which dtype.
 
@@ -92,15 +82,17 @@ def _step_of(
 
 
 @contextmanager
-def model_calls(on_call: Callable[[ModelCall], object]) -> Iterator[None]:
-    """Call ``on_call`` with the first model call that computes logits, then end the program.
+def model_calls(on_call: Callable[[nn.Module, Step], object]) -> Iterator[None]:
+    """Call ``on_call`` after the first model call that computes logits, then end the program.
+
+    ``on_call`` gets the model, and a function that repeats the call with other token ids.
 
     If nested modules return logits, the outermost one is used. Calls with gradients disabled, such as calls
     for sampling, are ignored.
     """
     plain = nn.Module.__call__
     inside: list[nn.Module] = []
-    found: list[tuple[int, ModelCall]] = []
+    found: list[tuple[int, nn.Module, Step]] = []
 
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         place = _place_of_tokens(args, kwargs) if torch.is_grad_enabled() else None
@@ -114,10 +106,10 @@ def model_calls(on_call: Callable[[ModelCall], object]) -> Iterator[None]:
         are_all = not any(kwargs.get(name) for name in _KEPT)
         is_found = tokens is not None and logits_of(output, tokens, are_all=are_all) is not None
         if is_found and tokens is not None and place is not None:
-            step = _step_of(module, args, kwargs, place, block)
-            found.append((len(inside), ModelCall(model=module, device=tokens.device, step=step)))
+            found.append((len(inside), module, _step_of(module, args, kwargs, place, block)))
         if found and not inside:
-            on_call(min(found, key=lambda entry: entry[0])[1])
+            _, model, step = min(found, key=lambda entry: entry[0])
+            on_call(model, step)
             sys.exit()  # end the program as if it had called sys.exit() itself
         return output
 

@@ -41,7 +41,7 @@ from amp_plugin.patches import replaced
 from amp_plugin.program import Program, main_restored, run_program
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.tuning.folder_copy import FolderCopy
-from amp_plugin.tuning.model_call import ModelCall, model_calls
+from amp_plugin.tuning.model_call import Step, model_calls
 
 Gradients = Mapping[str, Tensor]  # maps the name of a parameter to its gradient
 # A function that is called after each batch, with the gradients and the time in seconds.
@@ -155,13 +155,13 @@ class Script:
             raise RuntimeError(msg)
         self._has_run = True
 
-    def first_call(self) -> ModelCall:
+    def first_call(self) -> tuple[nn.Module, Step]:
         """Run the program until a model, with gradients enabled, has computed logits from token ids.
 
-        Return the call to this model.
+        Return the model, and a function that repeats the call with other token ids.
         """
-        calls: list[ModelCall] = []
-        ended = self._run_quietly(model_calls(calls.append))
+        calls: list[tuple[nn.Module, Step]] = []
+        ended = self._run_quietly(model_calls(lambda *call: calls.append(call)))
         if not calls:
             msg = (
                 f"{self._program.name} ended with {ended}, and no module had returned logits of shape "

@@ -638,12 +638,13 @@ class TestTheCommand:
         more = {"labels": tokens} if given == "labels" else {"logits_to_keep": 4}
         with torch.no_grad():
             expected = step_of(model)(others).logits
-        with model_calls(calls.append), torch.autocast("cpu", torch.bfloat16):
+        with model_calls(lambda *call: calls.append(call)), torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
                 model(input_ids=others)
             with pytest.raises(SystemExit):
                 model(input_ids=tokens, attention_mask=mask, use_cache=False, **more)
+        ((called, step),) = calls
         with torch.no_grad():
-            found = calls[0].step(others).logits
-        assert calls[0].model is model
+            found = step(others).logits
+        assert called is model
         assert torch.equal(found, expected)
