@@ -12,6 +12,8 @@ matrix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -25,58 +27,61 @@ _products: Final = getattr(_muon, "_zeropower_via_newtonschulz", None)
 _adjust_lr: Final = getattr(_muon, "_adjust_lr", None)
 
 
-class MuonStep:
-    """Takes Muon's step for one parameter group."""
+def step_of(tensors: Any, group: dict[str, Any]) -> Callable[..., None]:
+    """Return the function that takes Muon's step for one parameter group.
 
-    def __init__(self, tensors: Any, group: dict[str, Any]) -> None:
-        """Prepare the step of a group.
+    For other optimizers, this function is ``StepTensors.step_``, which has the same arguments: the numbers of
+    the op rule (here ``muon_momentum``), ``lr``, ``grad_scale`` and ``found_inf``.
 
-        Args:
-            tensors: The tensors of the group, as a ``StepTensors`` of the native extension.
-            group: The parameter group.
+    Args:
+        tensors: The tensors of the group, as a ``StepTensors`` of the native extension.
+        group: The parameter group.
 
-        Raises:
-            ValueError: The matrices are sharded, but Muon's products need whole matrices.
-        """
-        if any(local_of(param) is not param for param in group["params"]):
-            msg = "its matrix products need whole matrices, but its parameters are sharded"
-            raise ValueError(msg)
-        self._tensors, self._group = tensors, group
+    Raises:
+        ValueError: The matrices are sharded, but Muon's products need whole matrices.
+    """
+    if any(local_of(param) is not param for param in group["params"]):
+        msg = "its matrix products need whole matrices, but its parameters are sharded"
+        raise ValueError(msg)
+    return partial(_step_, tensors, group)
 
-    @torch.no_grad()
-    def step_(
-        self, numbers: list[float], lr: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None
-    ) -> None:
-        """Step the parameters of the group. Other optimizers call ``StepTensors.step_`` instead.
 
-        ``numbers`` are the hyperparameters of the op rule ``muon_momentum``.
-        """
-        tensors, skipped = self._tensors, found_inf is not None and found_inf.is_cpu and found_inf.item() > 0
-        for i, (param, grad, buffer) in enumerate(
-            zip(tensors.params, tensors.grads, tensors.states, strict=True)
-        ):
-            made = torch.empty_like(grad, dtype=torch.float32)
-            late = {"grad_scale": grad_scale, "found_inf": found_inf}
-            torch.ops.amp_plugin.step_([made], [grad], [buffer], [], [], "muon_momentum", numbers, **late)
-            if not skipped:
-                self._update(param, tensors.remainders[i : i + 1], made, lr, found_inf)
-        tensors.round_masters()
+@torch.no_grad()
+def _step_(
+    tensors: Any,
+    group: dict[str, Any],
+    numbers: list[float],
+    lr: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Step the parameters of a group."""
+    skipped = found_inf is not None and found_inf.is_cpu and found_inf.item() > 0
+    late = {"grad_scale": grad_scale, "found_inf": found_inf}
+    for i, (param, grad, buffer) in enumerate(
+        zip(tensors.params, tensors.grads, tensors.states, strict=True)
+    ):
+        made = torch.empty_like(grad, dtype=torch.float32)
+        torch.ops.amp_plugin.step_([made], [grad], [buffer], [], [], "muon_momentum", numbers, **late)
+        if not skipped:
+            _update(param, group, tensors.remainders[i : i + 1], made, lr, found_inf)
+    tensors.round_masters()
 
-    def _update(
-        self,
-        param: Tensor,
-        remainder: list[Tensor],
-        made: Tensor,
-        lr: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        """Compute the matrix products of one parameter, and update this parameter."""
-        group = self._group
-        products = _products(made, group["ns_coefficients"], group["ns_steps"], group["eps"])  # type: ignore[misc]
-        ratio = _adjust_lr(1.0, group["adjust_lr_fn"], param.shape)  # type: ignore[misc]
-        numbers = [0.0 if lr is not None else float(group["lr"]), group["weight_decay"], ratio]
-        late = {"lr": lr, "found_inf": found_inf}
-        torch.ops.amp_plugin.step_([param], [products], [], [], remainder, "muon_update", numbers, **late)
+
+def _update(
+    param: Tensor,
+    group: dict[str, Any],
+    remainder: list[Tensor],
+    made: Tensor,
+    lr: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Compute the matrix products of one parameter, and update this parameter."""
+    products = _products(made, group["ns_coefficients"], group["ns_steps"], group["eps"])  # type: ignore[misc]
+    ratio = _adjust_lr(1.0, group["adjust_lr_fn"], param.shape)  # type: ignore[misc]
+    numbers = [0.0 if lr is not None else float(group["lr"]), group["weight_decay"], ratio]
+    late = {"lr": lr, "found_inf": found_inf}
+    torch.ops.amp_plugin.step_([param], [products], [], [], remainder, "muon_update", numbers, **late)
 
 
 def why_not() -> str:

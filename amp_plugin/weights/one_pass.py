@@ -320,7 +320,7 @@ RULES: Final = {
         numbers=("lr", "momentum", "nesterov"),
         fixed={},
         ignored=("weight_decay", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
-        call=lambda tensors, group: muon.MuonStep(tensors, group).step_,
+        call=muon.step_of,
         why_not=muon.why_not,
     ),
     "schedulefree.adamw_schedulefree.AdamWScheduleFree": _Row(

@@ -49,7 +49,6 @@ class StoredWeight:
 
     # The name of the storage format, which is a key of FORMATS.
     name: str
-    format: SplitBf16
     # The remainder. If the parameter is moved to another device, the next use moves the remainder too.
     kept: Tensor
     seed: int  # the seed of stochastic rounding
@@ -62,6 +61,11 @@ class StoredWeight:
     hidden: Tensor | None = None
     # The weight's key in the last state dict, and a reference to the tensor under this key.
     exported: tuple[str, Callable[[], Any]] = "", bool
+
+    @property
+    def format(self) -> SplitBf16:
+        """The storage format."""
+        return FORMATS[self.name]
 
     def show(self, param: Tensor, master: Tensor) -> None:
         """Replace the 16-bit data of the parameter with its float32 value."""
@@ -222,7 +226,7 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
     param.data = value
     param.grad_dtype = torch.float32
     param.__class__ = StoredParameter
-    setattr(param, _ATTRIBUTE, StoredWeight(name, FORMATS[name], kept, seed, ref(param)))
+    setattr(param, _ATTRIBUTE, StoredWeight(name, kept, seed, ref(param)))
     if grad is not None:
         param.grad = grad.float()
 
@@ -231,7 +235,7 @@ def record_shard_(param: Tensor, shard: StoredShard) -> StoredWeight:
     """Create and return the StoredWeight of a stored parameter that is sharded."""
     # Module.to() swaps DTensors, which raises an error if a weak reference to one of them exists.
     # The DTensor that the swap creates gets a new StoredWeight, made from its local shard.
-    weight = StoredWeight(shard.form, shard.format, shard.kept, shard.seed, None)
+    weight = StoredWeight(shard.form, shard.kept, shard.seed, None)
     setattr(param, _ATTRIBUTE, weight)
     return weight
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_plugin import GradScaler, store_weights
 from amp_plugin.weights.compressed_state import fp32_state_dict
-from amp_plugin.weights.muon import MuonStep
+from amp_plugin.weights.muon import step_of
 from amp_plugin.weights.one_pass import RULES, why_not
 
 pytestmark = pytest.mark.native
@@ -357,7 +357,7 @@ def test_muon_leaves_sharded_matrices_to_the_own_step():
     """The products of a shard are not a shard of the products."""
     group = {"params": [types.SimpleNamespace(_local_tensor=torch.ones(2, 2))]}
     with pytest.raises(ValueError, match="need whole matrices"):
-        MuonStep(None, group)
+        step_of(None, group)
 
 
 MODIFIED = {
