@@ -168,10 +168,10 @@ def compare(
     agree. The exit code is also 1 if the recording of a rank is missing or incomplete.
     """
     from amp_plugin.numerics.compare import compare_runs  # noqa: PLC0415 - loads torch
-    from amp_plugin.numerics.module_names import ModuleNames  # noqa: PLC0415
+    from amp_plugin.numerics.module_names import read_names  # noqa: PLC0415
 
     try:
-        known = None if names is None else ModuleNames.read(names)
+        known = None if names is None else read_names(names)
         comparison = compare_runs(first, second, names=known, layouts=layouts)
     except (ImportError, OSError, ValueError) as error:
         fail(str(error), code=2)

@@ -31,9 +31,9 @@ from typing import Any
 
 from amp_plugin.numerics.compare_layouts import compare_layouts
 from amp_plugin.numerics.dropout_on_ranks import wrong_dropouts
-from amp_plugin.numerics.module_names import ModuleNames
+from amp_plugin.numerics.module_names import check_names, name_in_first
 from amp_plugin.numerics.op import listed
-from amp_plugin.numerics.rank_files import RecordedFiles
+from amp_plugin.numerics.rank_files import missing_ranks, recorded_files
 from amp_plugin.numerics.recorded import Compared, Difference, OpRecord, Run, named_ranks
 from amp_plugin.numerics.replicas import replicas_of, unlike_the_others
 from amp_plugin.numerics.run_recorder import RunRecorder, record_run
@@ -193,7 +193,7 @@ def compare_runs(
     first: str | Path,
     second: str | Path,
     *,
-    names: Mapping[str, str] | ModuleNames | None = None,
+    names: Mapping[str, str] | None = None,
     layouts: bool = False,
 ) -> RunComparison:
     """Compare two recordings made by ``record_run``.
@@ -223,16 +223,18 @@ def compare_runs(
             results are needed. The error is also raised if the two runs have no rank or no result in common.
             Two runs with different numbers of ranks raise the error unless one is a single-process run.
     """
-    ours, theirs = RecordedFiles.find(Path(first)), RecordedFiles.find(Path(second))
-    known = names if isinstance(names, ModuleNames) else ModuleNames(names)
-    if ours.ranks != 1 and theirs.ranks != 1 and (ours.ranks != theirs.ranks or layouts):
-        counts = f"{first} has {ours.ranks} ranks, and {second} has {theirs.ranks}"
+    known = names or {}
+    check_names(known)
+    files = recorded_files(Path(first)), recorded_files(Path(second))
+    ranks = len(files[0]), len(files[1])
+    if 1 not in ranks and (ranks[0] != ranks[1] or layouts):
+        counts = f"{first} has {ranks[0]} ranks, and {second} has {ranks[1]}"
         msg = f"{counts}; record both with the same number of processes, or one of them with a single process"
         raise ValueError(msg)
-    runs = _loaded(ours), _loaded(theirs)
-    are_layouts = layouts or ours.ranks != theirs.ranks
+    runs = _loaded(files[0]), _loaded(files[1])
+    are_layouts = layouts or ranks[0] != ranks[1]
     if are_layouts:
-        found = {0: _compared_layouts((ours, theirs), runs, known)}
+        found = {0: _compared_layouts(files, runs, known)}
     else:
         shared = sorted(runs[0].keys() & runs[1].keys())
         found = {rank: _compared(runs[0][rank], runs[1][rank], known) for rank in shared}
@@ -240,7 +242,7 @@ def compare_runs(
         msg = f"{first} and {second} have no result in common; record the same program twice"
         raise ValueError(msg)
     is_one = not are_layouts and Path(first).resolve() == Path(second).resolve()
-    comparison = _comparison((ours, theirs), runs, found, are_layouts=are_layouts)
+    comparison = _comparison(files, runs, found, are_layouts=are_layouts)
     return _of_one_recording(comparison) if is_one else comparison
 
 
@@ -256,29 +258,30 @@ def _of_one_recording(comparison: RunComparison) -> RunComparison:
 
 
 def _compared_layouts(
-    files: tuple[RecordedFiles, RecordedFiles],
+    files: tuple[Sequence[Path], Sequence[Path]],
     runs: tuple[dict[int, Run], dict[int, Run]],
-    names: ModuleNames,
+    names: Mapping[str, str],
 ) -> Compared:
     """Compare a single-process run with a run on several ranks or in micro-batches."""
     for recording in files:
-        if recording.missing:
+        if missing := missing_ranks(recording):
             msg = (
-                f"{named_ranks(recording.missing)} left no file, but the results of all ranks are needed to "
+                f"{named_ranks(missing)} left no file, but the results of all ranks are needed to "
                 "combine them; record the run again"
             )
             raise ValueError(msg)
     if not all(run.parts for side in runs for run in side.values()):
         msg = "a recording is empty or was made by an earlier release of amp_plugin; record it again"
         raise ValueError(msg)
-    if files[1].ranks == 1 < files[0].ranks:
-        found = compare_layouts(runs[1][0], runs[0], names.inverted())
+    if len(files[1]) == 1 < len(files[0]):
+        inverted = {second: first for first, second in names.items()}
+        found = compare_layouts(runs[1][0], runs[0], inverted)
         return found._replace(only_first=found.only_second, only_second=found.only_first)
     return compare_layouts(runs[0][0], runs[1], names)
 
 
 def _comparison(
-    files: tuple[RecordedFiles, RecordedFiles],
+    files: tuple[Sequence[Path], Sequence[Path]],
     runs: tuple[dict[int, Run], dict[int, Run]],
     found: Mapping[int, Compared],
     *,
@@ -288,7 +291,7 @@ def _comparison(
 
     ``found`` maps each rank to its comparison. If layouts are compared, one comparison covers all ranks.
     """
-    is_by_rank = files[0].ranks > 1 and not are_layouts
+    is_by_rank = len(files[0]) > 1 and not are_layouts
     differing = {rank: result.differing for rank, result in found.items()}
     unexplained = {
         rank: [entry for entry in entries if not entry[1].is_rounding] for rank, entries in differing.items()
@@ -318,13 +321,14 @@ def _comparison(
     )
 
 
-def _loaded(files: RecordedFiles) -> dict[int, Run]:
-    return {rank: Run.load(path) for rank, path in files.present.items()}
+def _loaded(files: Sequence[Path]) -> dict[int, Run]:
+    missing = missing_ranks(files)
+    return {rank: Run.load(file) for rank, file in enumerate(files) if rank not in missing}
 
 
-def _absent(files: RecordedFiles, runs: Mapping[int, Run]) -> AbsentRanks:
+def _absent(files: Sequence[Path], runs: Mapping[int, Run]) -> AbsentRanks:
     stopped = tuple(rank for rank, run in runs.items() if not run.is_whole)
-    return AbsentRanks(missing=files.missing, stopped=stopped)
+    return AbsentRanks(missing=missing_ranks(files), stopped=stopped)
 
 
 def _earliest(
@@ -381,8 +385,8 @@ def _unlike(records: Mapping[int, OpRecord]) -> Difference | None:
     )
 
 
-def _compared(ours: Run, theirs: Run, names: ModuleNames) -> Compared:
-    keys, others = _by_place(ours.records, ModuleNames()), _by_place(theirs.records, names)
+def _compared(ours: Run, theirs: Run, names: Mapping[str, str]) -> Compared:
+    keys, others = _by_place(ours.records, {}), _by_place(theirs.records, names)
     shared = {number: others[key] for key, number in keys.items() if key in others}
     matched = (ours, shared.keys()), (theirs, set(shared.values()))
     alone = [
@@ -444,11 +448,11 @@ def _judged(
     )
 
 
-def _by_place(records: Sequence[OpRecord], names: ModuleNames) -> dict[tuple[object, ...], int]:
+def _by_place(records: Sequence[OpRecord], names: Mapping[str, str]) -> dict[tuple[object, ...], int]:
     counts: Counter[tuple[object, ...]] = Counter()
     placed: dict[tuple[object, ...], int] = {}
     for number, record in enumerate(records):
-        place = (record.step, record.direction, names.of(record.module), record.op)
+        place = (record.step, record.direction, name_in_first(names, record.module), record.op)
         placed[(*place, counts[place], record.shape)] = number
         counts[place] += 1
     return placed

@@ -19,7 +19,7 @@ from amp_plugin.numerics.layout_causes import cause_in_gradient, explained, wron
 from amp_plugin.numerics.layout_matches import Match, Matches
 from amp_plugin.numerics.layout_rounding import Verdict, verdicts
 from amp_plugin.numerics.layouts import Layout, Piece
-from amp_plugin.numerics.module_names import ModuleNames
+from amp_plugin.numerics.module_names import name_in_first
 from amp_plugin.numerics.recorded import Compared, Difference, Run
 
 _KERNEL_ERROR = 2.0  # times the error that rounding allows
@@ -27,13 +27,13 @@ _KERNEL_ERROR = 2.0  # times the error that rounding allows
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
-def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> Compared:
+def compare_layouts(whole: Run, runs: Mapping[int, Run], names: Mapping[str, str]) -> Compared:
     """Compare a single-process run with a run on several ranks or in micro-batches.
 
     Args:
         whole: The single-process run.
         runs: Maps each rank to its run.
-        names: Translates the ranks' module names into those of the single-process run.
+        names: Maps module names of the single-process run to those of the ranks.
 
     Returns:
         The results that differ by more than rounding can explain, in the order in which the single process
@@ -108,15 +108,16 @@ def _readers(runs: Mapping[int, Run]) -> dict[tuple[int, int], list[int]]:
     return readers
 
 
-def _begun(matches: Matches, names: ModuleNames) -> Iterator[Difference]:
+def _begun(matches: Matches, names: Mapping[str, str]) -> Iterator[Difference]:
     """Yield the weights that differ between the two runs before the first step."""
-    for name, weight in matches.whole.weights.items():
-        weights = {
-            matches.mesh.place(rank): run.weights[other]
-            for rank, run in matches.runs.items()
-            for other in run.weights
-            if names.of(other) == name
+    named = {
+        matches.mesh.places[rank]: {
+            name_in_first(names, name): weight for name, weight in run.weights.items()
         }
+        for rank, run in matches.runs.items()
+    }
+    for name, weight in matches.whole.weights.items():
+        weights = {place: own[name] for place, own in named.items() if name in own}
         layout = Layout(
             whole=Piece(weight.held, weight.part),
             pieces={place: Piece(other.held, other.part) for place, other in weights.items()},

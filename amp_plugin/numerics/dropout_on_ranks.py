@@ -31,7 +31,7 @@ def wrong_dropouts(runs: Mapping[int, Run]) -> list[Difference]:
         return []
     judged = []
     for drops in zip(*found.values(), strict=True):
-        by_place = {mesh.place(rank): drop for rank, drop in zip(found, drops, strict=True)}
+        by_place = {mesh.places[rank]: drop for rank, drop in zip(found, drops, strict=True)}
         wrong = _wrong_dropout(by_place, mesh)
         if wrong is not None:
             judged.append(wrong)

@@ -29,15 +29,13 @@ class Cause(NamedTuple):
 
     Attributes:
         text: The explanation in words; empty if there is none.
-        axes: The mesh dimensions along which the difference arises or may arise.
-        is_known: Whether the difference is explained. If the difference is not explained, ``axes`` contains
-            all mesh dimensions that may be responsible.
+        axes: The mesh dimensions along which the difference arises. If the difference is not explained,
+            ``axes`` contains all mesh dimensions that may be responsible.
         is_coarse: Whether a collective in a coarser dtype explains the difference.
     """
 
     text: str
     axes: tuple[Axis, ...]
-    is_known: bool = True
     is_coarse: bool = False
 
     def within(self, clues: Iterable[Collection[Axis]]) -> Cause:
@@ -82,7 +80,7 @@ def cause_in_gradient(layout: Layout, best: Combined, allowed: float, coarsest: 
     if coarsest and best.relative <= (_GROWTH * coarsest + allowed) * best.condition:
         text = "the collective between the ranks uses a coarser dtype than the passes, and rounds more"
         return Cause(text, layout.axes, is_coarse=True)
-    return Cause("", layout.differing_axes(allowed) or best.added or layout.axes, is_known=False)
+    return Cause("", layout.differing_axes(allowed) or best.added or layout.axes)
 
 
 def _times(size: int, word: str, axes: tuple[Axis, ...]) -> Cause:
@@ -177,10 +175,10 @@ def wrong_ranks(layout: Layout, best: Combined, allowed: float, mesh: ProcessMes
     If the tensor is the sum of pieces on several ranks, no single rank can be blamed. Then return all ranks
     that hold a piece of the sum.
     """
-    number = len(mesh.axes)
+    number, ranks = len(mesh.axes), mesh.ranks
     wrong = {place for place, apart in best.unlike.items() if apart > allowed * best.condition}
     places = wrong if not best.added and wrong else set(layout.pieces)
-    return tuple(sorted({mesh.ranks[place[:number]] for place in places}))
+    return tuple(sorted({ranks[place[:number]] for place in places}))
 
 
 def _exchanged_since_right(
@@ -226,7 +224,7 @@ def _cause_in_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verd
         if not layout.is_comparable or plain.relative <= limit:
             continue
         cause = cause_in_gradient(layout, plain, limit)
-        if cause.is_known:
+        if cause.text:
             makers = {(rank, inputs[place].held.made_by) for place, (rank, _) in match.pieces.items()}
             groups = {group for _, group in _exchanged_since_right(makers, matches, verdicts)}
             cause = cause.within([matches.mesh.axes_of(groups)]) if "times" in cause.text else cause
@@ -255,7 +253,7 @@ def _unknown_cause(match: Match, matches: Matches, verdicts: Mapping[int, Verdic
         _newly_differing(match, matches),
         _exchanged_before(match, matches),
     ]
-    return Cause(_made_alone(match, matches), axes, is_known=False).within(clues)
+    return Cause(_made_alone(match, matches), axes).within(clues)
 
 
 def _partial_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> tuple[Axis, ...]:

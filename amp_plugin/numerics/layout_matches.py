@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from amp_plugin.numerics.layouts import MICRO_BATCHES, Coordinates, Layout, Piece
-from amp_plugin.numerics.module_names import ModuleNames
+from amp_plugin.numerics.module_names import name_in_first
 from amp_plugin.numerics.parts import Axis
 from amp_plugin.numerics.process_mesh import ProcessMesh
 from amp_plugin.numerics.recorded import OpRecord, Run
@@ -56,7 +56,7 @@ class Matches:
     Args:
         whole: The single-process run.
         runs: Maps each rank to its run.
-        names: Translates the ranks' module names into those of the single-process run.
+        names: Maps module names of the single-process run to those of the ranks.
 
     Attributes:
         whole, runs: The arguments.
@@ -65,9 +65,9 @@ class Matches:
         all: The matched results, in the order in which the single process computed them.
     """
 
-    def __init__(self, whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> None:
+    def __init__(self, whole: Run, runs: Mapping[int, Run], names: Mapping[str, str]) -> None:
         self.whole, self.runs, self.mesh = whole, runs, ProcessMesh(runs)
-        mine = _by_place(whole, ModuleNames())
+        mine = _by_place(whole, {})
         theirs = {rank: _by_place(run, names) for rank, run in runs.items()}
         self.micro_batches = _micro_batches(mine, theirs)
         found = [
@@ -108,7 +108,7 @@ class Matches:
             numbers, others = chosen
             for nth, number in enumerate(numbers):
                 pieces = {
-                    (*self.mesh.place(rank), *([micro] if repeats > 1 else [])): (
+                    (*self.mesh.places[rank], *([micro] if repeats > 1 else [])): (
                         rank,
                         records[micro * len(numbers) + nth],
                     )
@@ -173,10 +173,10 @@ class Matches:
         return (own, fitting) if counts_agree(own, fitting) else None
 
 
-def _by_place(run: Run, names: ModuleNames) -> dict[Place, list[int]]:
+def _by_place(run: Run, names: Mapping[str, str]) -> dict[Place, list[int]]:
     placed: dict[Place, list[int]] = {}
     for number, record in enumerate(run.records):
-        place = (record.step, record.direction, names.of(record.module), record.op)
+        place = (record.step, record.direction, name_in_first(names, record.module), record.op)
         placed.setdefault(place, []).append(number)
     return placed
 

@@ -38,7 +38,6 @@ class Combined(NamedTuple):
             run, divided by the norm of the tensor.
         added: The mesh dimensions along which the pieces are summed. Along all mesh dimensions that are not
             in ``added``, the pieces must be equal.
-        scale: The factor by which the sum of the pieces is multiplied.
         condition: The joint norm of all pieces that are summed, divided by the norm of the tensor; at least
             1. The tolerance for rounding is multiplied by ``condition``.
         unlike: Maps the mesh coordinates of each replica to its relative difference from the tensor in the
@@ -47,14 +46,8 @@ class Combined(NamedTuple):
 
     relative: float
     added: tuple[Axis, ...]
-    scale: float
     condition: float
     unlike: Mapping[Coordinates, float]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the pieces are replicas, which are neither summed nor scaled."""
-        return not self.added and self.scale == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +157,7 @@ class Layout:
 
     def _same(self) -> Combined:
         unlike = {place: piece.held.difference(self.whole.held) for place, piece in self.pieces.items()}
-        return Combined(max(unlike.values()), (), 1.0, 1.0, unlike)
+        return Combined(max(unlike.values()), (), 1.0, unlike)
 
     def _sum(
         self,
@@ -176,7 +169,7 @@ class Layout:
         if any(piece.held.unfinite for piece in (self.whole, *self.pieces.values())):
             counts = self._groups(added, lambda piece: [float(piece.held.unfinite)])
             if any(count[0] != self.whole.held.unfinite for count in counts.values()):
-                return Combined(math.inf, added, scale, 1.0, dict.fromkeys(counts, math.inf))
+                return Combined(math.inf, added, 1.0, dict.fromkeys(counts, math.inf))
         size = max(math.hypot(*whole), self.whole.held.norm)
         unlike = {
             place: _relative(math.dist([scale * number for number in total], whole), size)
@@ -185,7 +178,7 @@ class Layout:
         squares = self._groups(added, lambda piece: [piece.held.norm**2]).values()
         largest = scale * math.sqrt(max(total[0] for total in squares))
         condition = max(1.0, largest / size) if size else 1.0
-        return Combined(max(unlike.values()), added, scale, condition, unlike)
+        return Combined(max(unlike.values()), added, condition, unlike)
 
     def _apart_in_norm(self, added: tuple[Axis, ...], scale: float) -> float:
         squares = self._groups(added, lambda piece: [piece.held.norm**2]).values()
@@ -219,7 +212,7 @@ class Layout:
             return None
         found = [reduce(column) for column in zip(*values, strict=True)]
         apart = _relative(math.dist(found, whole), math.hypot(*whole))
-        return Combined(apart, self.axes, 1.0, 1.0, dict.fromkeys(self.pieces, apart))
+        return Combined(apart, self.axes, 1.0, dict.fromkeys(self.pieces, apart))
 
     def differing_axes(self, allowed: float) -> tuple[Axis, ...]:
         """Return the dimensions of the mesh along which pieces differ by more than ``allowed``."""

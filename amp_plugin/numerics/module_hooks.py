@@ -48,11 +48,12 @@ class ModuleHooks:
     Each module's hook is this object, bound to the name of the module. A copy of the object does nothing.
 
     Attributes:
+        models: The models to observe.
         unseen: The names of compiled or scripted modules, whose submodules cannot have hooks.
     """
 
     def __init__(self, models: Sequence[nn.Module], on_call: OnCall) -> None:
-        self._models, self._on_call = models, on_call
+        self.models, self._on_call = models, on_call
         self.unseen: list[str] = []
         self._placed, self._open = ExitStack(), ExitStack()
 
@@ -94,7 +95,7 @@ class ModuleHooks:
         self._take_off()
         self.unseen = []
         known: set[int] = set()  # ids of modules with a hook; a module may be registered in several places
-        for prefix, model in prefixes(self._models):
+        for prefix, model in prefixes(self.models):
             for name, module in self._visible(prefix.rstrip("."), model):
                 if id(module) in known:
                     continue

@@ -33,19 +33,20 @@ class ProcessMesh:
         if outer.size == 1:
             self.axes = self.axes[1:]
             places = {rank: place[1:] for rank, place in places.items()}
-        self._places = places
-        self.ranks = {place: rank for rank, place in places.items()}
+        # Maps each rank to its coordinates.
+        self.places = places
 
-    def place(self, rank: int) -> Coordinates:
-        """Return the coordinates of a rank."""
-        return self._places[rank]
+    @property
+    def ranks(self) -> dict[Coordinates, int]:
+        """A dict that maps coordinates to the rank there."""
+        return {place: rank for rank, place in self.places.items()}
 
     def axes_of(self, groups: Iterable[Sequence[int]]) -> tuple[Axis, ...]:
         """Return the mesh dimensions along which ranks of the same process group differ."""
         found = []
         for number, axis in enumerate(self.axes):
             if any(
-                len({self._places[rank][number] for rank in group if rank in self._places}) > 1
+                len({self.places[rank][number] for rank in group if rank in self.places}) > 1
                 for group in groups
             ):
                 found.append(axis)

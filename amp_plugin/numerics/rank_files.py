@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -120,37 +119,33 @@ class RankFile:
         _replace(self._path / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedFiles:
-    """The files of a recording that exist."""
+def recorded_files(path: Path) -> list[Path]:
+    """Return the files of a recording, one for each rank. The file of a rank that was killed may be missing.
 
-    ranks: int  # the number of ranks that took part
-    present: Mapping[int, Path]  # maps a rank to its file
+    If ``path`` is a file, the recording is this single file.
 
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """The ranks whose file does not exist."""
-        return tuple(rank for rank in range(self.ranks) if rank not in self.present)
+    Raises:
+        FileNotFoundError: ``path`` does not exist.
+        ValueError: ``path`` is a folder that does not contain a recording.
+    """
+    path.stat()  # raises FileNotFoundError
+    if not path.is_dir():
+        return [path]
+    try:
+        held = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files = [path / name for name in held["files"]] if held["format"] == _FORMAT else []
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        msg = f"{path} is not the folder of a recorded run: its {MANIFEST} cannot be read"
+        raise ValueError(msg) from error
+    if not files:
+        msg = (
+            f"{path} was recorded in a format that this release of amp_plugin does not read (see its "
+            f"{MANIFEST}); record the run again"
+        )
+        raise ValueError(msg)
+    return files
 
-    @classmethod
-    def find(cls, path: Path) -> RecordedFiles:
-        """Find the files of a recording. If ``path`` is a file, the recording is this single file.
 
-        Raises:
-            ValueError: ``path`` is a folder that does not contain a recording.
-        """
-        if not path.is_dir():
-            return cls(1, {0: path})
-        try:
-            held = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            files = [path / name for name in held["files"]] if held["format"] == _FORMAT else []
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            msg = f"{path} is not the folder of a recorded run: its {MANIFEST} cannot be read"
-            raise ValueError(msg) from error
-        if not files:
-            msg = (
-                f"{path} was recorded in a format that this release of amp_plugin does not read (see its "
-                f"{MANIFEST}); record the run again"
-            )
-            raise ValueError(msg)
-        return cls(len(files), {rank: file for rank, file in enumerate(files) if file.exists()})
+def missing_ranks(files: Sequence[Path]) -> tuple[int, ...]:
+    """Return the ranks whose file does not exist."""
+    return tuple(rank for rank, file in enumerate(files) if not file.exists())

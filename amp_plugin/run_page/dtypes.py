@@ -42,7 +42,6 @@ class Survey:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._models = models
         self._hooks = ModuleHooks(models, self._note)
         self._states: tuple[RegionState, ...] = ()
         self._results: dict[str, torch.dtype] = {}
@@ -76,7 +75,7 @@ class Survey:
             return
         self._is_over = True
         self._hooks.close()
-        for _, model in prefixes(self._models):
+        for _, model in prefixes(self._hooks.models):
             for param in model.parameters():
                 if param.grad is not None:
                     self._gradients[param] = param.grad.dtype, bytes_of(param.grad)
@@ -93,7 +92,9 @@ class Survey:
     def trees(self, optimizers: Iterable[Optimizer]) -> list[Branch]:
         """Return the module tree of each model, with the dtypes of the current optimizer state."""
         state = {param: entry for optimizer in optimizers for param, entry in optimizer.state.items()}
-        return [self._branch(prefix.rstrip("."), model, state) for prefix, model in prefixes(self._models)]
+        return [
+            self._branch(prefix.rstrip("."), model, state) for prefix, model in prefixes(self._hooks.models)
+        ]
 
     def _branch(self, path: str, module: nn.Module, state: dict[Tensor, dict[str, object]]) -> Branch:
         children = [(f"{path}.{inner}".lstrip("."), child) for inner, child in module.named_children()]

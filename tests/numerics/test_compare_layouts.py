@@ -9,7 +9,7 @@ import torch
 
 from amp_plugin.numerics.compare import RunComparison, compare_runs, record_run
 from amp_plugin.numerics.layouts import Layout, Piece
-from amp_plugin.numerics.module_names import ModuleNames
+from amp_plugin.numerics.module_names import name_in_first
 from amp_plugin.numerics.parts import Axis, part_of
 from amp_plugin.numerics.values import fingerprint
 from tests.commands import amp
@@ -258,14 +258,14 @@ def test_a_result_of_another_shape_is_not_compared() -> None:
 
 
 def test_names_of_another_implementation() -> None:
-    names = ModuleNames({"GPT": "Net", "GPT.layers.*.mlp": "Net.blocks.*.feed_forward"})
-    assert names.of("Net.blocks.11.feed_forward.up") == "GPT.layers.11.mlp.up"
-    assert names.of("Net.head") == "GPT.head"
-    assert names.of("Network.head") == "Network.head"
-    assert names.inverted().of("GPT.layers.0.mlp") == "Net.blocks.0.feed_forward"
-    assert ModuleNames().of("Net._fsdp_wrapped_module.head") == "Net.head"
+    names = {"GPT": "Net", "GPT.layers.*.mlp": "Net.blocks.*.feed_forward"}
+    assert name_in_first(names, "Net.blocks.11.feed_forward.up") == "GPT.layers.11.mlp.up"
+    assert name_in_first(names, "Net.head") == "GPT.head"
+    assert name_in_first(names, "Net") == "GPT"
+    assert name_in_first(names, "Network.head") == "Network.head"
+    assert name_in_first({}, "Net._fsdp_wrapped_module.head") == "Net.head"
     with pytest.raises(ValueError, match="different numbers of"):
-        ModuleNames({"GPT.layers.*": "Net.first"})
+        compare_runs("first.amp", "second.amp", names={"GPT.layers.*": "Net.first"})
 
 
 class First(torch.nn.Module):

@@ -7,7 +7,6 @@ from torch.distributed.tensor import Shard
 
 from amp_plugin.numerics.compare import RunComparison, compare_runs, record_run
 from amp_plugin.numerics.layout_matches import Matches
-from amp_plugin.numerics.module_names import ModuleNames
 from amp_plugin.numerics.recorded import Run
 from tests.numerics import columns_and_rows, tiny_transformer
 from tests.numerics.columns_and_rows import NAMES, Whole
@@ -20,11 +19,11 @@ OTHERS_HEALTHY = [Case("fsdp1"), Case("fsdp1_flat", "bf16")]
 OTHERS_WRONG = [Case("fsdp1_flat", clip=True, local_norm=True)]
 
 
-def located(one: Path, ranks: Path, names: ModuleNames | None = None) -> tuple[int, int]:
+def located(one: Path, ranks: Path, names: dict[str, str] | None = None) -> tuple[int, int]:
     """Return the number of gradients, and of those that are compared at their places."""
     whole = Run.load(one)
     runs = {rank: Run.load(ranks / f"rank-{rank}.amp") for rank in range(2)}
-    matches = Matches(whole, runs, names or ModuleNames())
+    matches = Matches(whole, runs, names or {})
     found = [match.layout.is_located for match in matches.all if match.is_gradient]
     assert len(found) == len(whole.gradients)
     return len(found), sum(found)
@@ -121,8 +120,7 @@ def test_layers_that_are_split_by_hand_under_other_names_are_silent(split: Path,
     found = by_hand(split, precision, precision)
     assert found.is_clean, found.report()
     assert found.mesh == {"tensor": 2}
-    names = ModuleNames(NAMES)
-    gradients, placed = located(split / f"{precision}, one", split / precision, names)
+    gradients, placed = located(split / f"{precision}, one", split / precision, NAMES)
     assert (gradients, placed) == (4 * columns_and_rows.STEPS, 3 * columns_and_rows.STEPS)  # one is a replica
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from amp_plugin.cli import app
 from amp_plugin.numerics.compare import Run, compare_runs, record_run
 from amp_plugin.numerics.parts import part_of
-from amp_plugin.numerics.rank_files import MANIFEST, RankFile, RecordedFiles
+from amp_plugin.numerics.rank_files import MANIFEST, RankFile, missing_ranks, recorded_files
 from amp_plugin.numerics.recorded import Weight
 from amp_plugin.numerics.replicas import replicas_of, unlike_the_others
 from amp_plugin.numerics.values import fingerprint
@@ -263,11 +263,11 @@ def test_files_of_an_earlier_recording_are_not_taken_for_this_one(
         file = RankFile(folder)
         file.settle()
         file.write(lambda path: path.write_text("old"))
-    assert RecordedFiles.find(folder).missing == ()
+    assert missing_ranks(recorded_files(folder)) == ()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     RankFile(folder).settle()  # from a rank that dies before it writes its file
-    assert RecordedFiles.find(folder).missing == (1,)
+    assert missing_ranks(recorded_files(folder)) == (1,)
 
 
 def test_a_folder_and_a_file_do_not_replace_each_other(
