@@ -7,13 +7,13 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from amp_plugin.check import checkpoint_rules, name_rules, region_rules, scaler_rules
-from amp_plugin.check.module import Edit, Hit, Module
+from amp_plugin.check.module import Hit, Module
 from amp_plugin.check.settings import Settings
 from amp_plugin.check.sources import Source
 from amp_plugin.mistakes import MISTAKES, Mistake
@@ -58,28 +58,47 @@ _SKIPPED_FOLDERS: Final = {"node_modules", "site-packages", "venv", "__pycache__
 class Found:
     """A mistake in a file.
 
+    Lines and columns are counted from 1. In a notebook, lines are counted from the beginning of the cell.
+
     Attributes:
-        path: the path of the file.
+        source: the file.
         code: the code of the rule, such as "AMP001".
-        line, column, end_line, end_column: the place in the file, counted from 1. In a notebook, lines are
-            counted from the beginning of the cell.
-        cell: the number of the notebook's code cell, counted from 1. It is 0 for a Python file.
-        detail: a string that replaces the rule's description, or "". The text after a semicolon in this
-            string replaces the rule's advice.
-        source_line: the first line of the code that contains the mistake, without surrounding whitespace.
-        edits: the edits that fix the mistake.
+        hit: what the rule has found.
     """
 
-    path: Path
+    source: Source
     code: str
-    line: int
-    column: int
-    end_line: int
-    end_column: int
-    cell: int
-    detail: str
-    source_line: str
-    edits: tuple[Edit, ...] = ()
+    hit: Hit
+
+    @property
+    def path(self) -> Path:
+        """The path of the file."""
+        return self.source.path
+
+    @property
+    def cell(self) -> int:
+        """The number of the notebook's code cell, counted from 1. It is 0 for a Python file."""
+        return self.source.place(self.hit.node.lineno)[0]
+
+    @property
+    def line(self) -> int:
+        """The first line."""
+        return self.source.place(self.hit.node.lineno)[1]
+
+    @property
+    def column(self) -> int:
+        """The first column."""
+        return self.hit.node.col_offset + 1
+
+    @property
+    def end_line(self) -> int:
+        """The last line."""
+        return self.line + (self.hit.node.end_lineno or 0) - self.hit.node.lineno
+
+    @property
+    def end_column(self) -> int:
+        """The column after the last one."""
+        return (self.hit.node.end_col_offset or 0) + 1
 
     @property
     def mistake(self) -> Mistake:
@@ -89,17 +108,18 @@ class Found:
     @property
     def text(self) -> str:
         """A string that says what is wrong and what to do."""
-        if ";" in self.detail:  # the detail includes the advice
-            return self.detail
-        return f"{self.detail or self.mistake.what}; {self.mistake.instead}"
+        if ";" in self.hit.detail:  # the detail includes the advice
+            return self.hit.detail
+        return f"{self.hit.detail or self.mistake.what}; {self.mistake.instead}"
 
     @property
     def known_by(self) -> tuple[str, str, str]:
-        """The path, rule and source line by which a baseline recognizes a mistake.
+        """The path, rule and text of the first line by which a baseline recognizes a mistake.
 
         The line number is not included, because edits elsewhere in the file change it.
         """
-        return self.path.as_posix(), self.code, self.source_line
+        text = self.source.lines[self.hit.node.lineno - 1].strip()
+        return self.path.as_posix(), self.code, text
 
 
 @dataclass(eq=False)
@@ -112,8 +132,8 @@ class Report:
         files: the number of files checked.
         fixed: the number of mistakes that were fixed.
         diffs: unified diffs of the edits that fix mistakes.
-        written: the number of mistakes that were written to a baseline file.
-        baseline: the baseline file to which mistakes were written, or None.
+        written: the number of mistakes that were written to a baseline file, and the file, in words. It is
+            empty if none was written.
     """
 
     found: list[Found] = field(default_factory=list)
@@ -121,8 +141,7 @@ class Report:
     files: int = 0
     fixed: int = 0
     diffs: list[str] = field(default_factory=list)
-    written: int = 0
-    baseline: Path | None = None
+    written: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -148,13 +167,13 @@ def check(paths: Sequence[Path], settings: Settings, *, fix: bool = False, diff:
             source = Source.read(path)
             found = check_source(source, settings)
             found = _without_known(found, baseline, file.parent) if file else found
-            edits = [edit for one in found for edit in one.edits]
+            edits = [edit for one in found for edit in one.hit.edits]
             if edits and diff:
                 report.diffs.append(source.diff(source.edited(edits)))
             elif edits and fix:
                 source.write(source.edited(edits))
-                report.fixed += sum(bool(one.edits) for one in found)
-                found = [one for one in found if not one.edits]
+                report.fixed += sum(bool(one.hit.edits) for one in found)
+                found = [one for one in found if not one.hit.edits]
             report.found.extend(found)
         except (OSError, SyntaxError, ValueError, RecursionError) as error:
             report.faults[path] = f"{type(error).__name__}: {error}"
@@ -174,31 +193,14 @@ def check_source(source: Source, settings: Settings) -> list[Found]:
             continue
         for hit in rule(module):
             if not _is_ignored(code, hit, ignored):
-                one = _found(source, code, hit)
+                one = Found(source=source, code=code, hit=hit)
                 found[one.cell, one.line, one.column, code] = one
     return [one for _, one in sorted(found.items())]
 
 
 def _is_ignored(code: str, hit: Hit, ignored: dict[int, set[str]]) -> bool:
-    lines = (0, *range(getattr(hit.node, "lineno", 0), (getattr(hit.node, "end_lineno", 0) or 0) + 1))
+    lines = (0, *range(hit.node.lineno, (hit.node.end_lineno or 0) + 1))
     return any({"", code} & ignored.get(line, set()) for line in lines)
-
-
-def _found(source: Source, code: str, hit: Hit) -> Found:
-    node: Any = hit.node
-    cell, line = source.place(node.lineno)
-    return Found(
-        path=source.path,
-        code=code,
-        line=line,
-        column=node.col_offset + 1,
-        end_line=line + node.end_lineno - node.lineno,
-        end_column=node.end_col_offset + 1,
-        cell=cell,
-        detail=hit.detail,
-        source_line=source.lines[node.lineno - 1].strip(),
-        edits=hit.edits,
-    )
 
 
 def _files(paths: Sequence[Path], settings: Settings) -> Iterator[Path]:
@@ -262,8 +264,8 @@ def read_baseline(file: Path) -> list[tuple[str, str, str]]:
         raise ValueError(msg) from error
 
 
-def write_baseline(file: Path, report: Report) -> None:
-    """Write the mistakes that a report lists to a baseline file, and remove them from the report.
+def write_baseline(file: Path, report: Report) -> Report:
+    """Write the mistakes that a report lists to a baseline file, and return the report without them.
 
     Later checks that use this baseline report only new mistakes.
     """
@@ -271,5 +273,4 @@ def write_baseline(file: Path, report: Report) -> None:
         dict(zip(("path", "code", "line"), _entry(one, file.parent), strict=True)) for one in report.found
     ]
     file.write_text(json.dumps({"findings": rows}, indent=1) + "\n", encoding="utf-8")
-    report.written, report.baseline = len(rows), file
-    report.found.clear()
+    return replace(report, found=[], written=f"{len(rows)} written to {file}")

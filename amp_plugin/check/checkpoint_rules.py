@@ -101,7 +101,7 @@ def _saves(module: Module, call: ast.Call) -> bool:
     return "save" in name and not is_open and not any("scaler" in ast.unparse(value) for value in passed)
 
 
-def _saved(module: Module, event: Event) -> Iterator[tuple[ast.AST, ast.AST, Scope]]:
+def _saved(module: Module, event: Event) -> Iterator[tuple[ast.expr, ast.AST, Scope]]:
     """Yield each object whose state a call saves, with the expression and scope in which it was found.
 
     With a save function other than ``torch.save``, a program may pass an object itself, not its state.
@@ -114,7 +114,7 @@ def _saved(module: Module, event: Event) -> Iterator[tuple[ast.AST, ast.AST, Sco
         yield from _states(module, argument, event.scope)
 
 
-def _states(module: Module, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, ast.AST, Scope]]:
+def _states(module: Module, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.expr, ast.AST, Scope]]:
     """Yield each object whose ``state_dict()`` appears in an expression, with that expression and its scope.
 
     If the expression is a variable, values that are assigned to its keys are searched too. An example of this
@@ -135,7 +135,7 @@ def _states(module: Module, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.A
                 yield owner, item, inner
 
 
-def _owners(node: ast.AST) -> Iterator[ast.AST]:
+def _owners(node: ast.AST) -> Iterator[ast.expr]:
     """Yield each object on which an expression calls ``state_dict()``."""
     for part in ast.walk(node):
         function = part.func if isinstance(part, ast.Call) else None

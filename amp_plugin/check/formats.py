@@ -18,11 +18,9 @@ def as_text(report: Report) -> str:
     lines += [f"{path}: cannot be checked: {reason}" for path, reason in report.faults.items()]
     number = report.files - len(report.faults)
     files = f"{number} file{'' if number == 1 else 's'}"
-    count = f"{len(report.found)} found" if report.found else "nothing found"
-    if report.baseline is not None:
-        count = f"{report.written} written to {report.baseline}"
+    count = report.written or (f"{len(report.found)} found" if report.found else "nothing found")
     fixed = f", {report.fixed} fixed" if report.fixed else ""
-    mendable = sum(bool(one.edits) for one in report.found)
+    mendable = sum(bool(one.hit.edits) for one in report.found)
     hint = f"; --fix mends {mendable}" if mendable else ""
     faults = f"; {len(report.faults)} cannot be checked" if report.faults else ""
     return "\n".join([*lines, f"{files} checked, {count}{fixed}{hint}{faults}"])

@@ -25,7 +25,7 @@ class Edit(NamedTuple):
 class Hit(NamedTuple):
     """A mistake that a rule has found, with its place in the syntax tree."""
 
-    node: ast.AST
+    node: ast.expr | ast.stmt
     detail: str = ""  # a text in place of the rule's
     edits: tuple[Edit, ...] = ()  # edits that fix the mistake
 

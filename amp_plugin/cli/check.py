@@ -52,7 +52,7 @@ def check(
     except (OSError, ValueError) as error:
         fail(str(error), code=2)
     if write_baseline is not None:
-        checker.write_baseline(write_baseline, report)
+        report = checker.write_baseline(write_baseline, report)
     if output == "sarif":
         print(formats.as_sarif(report, amp_plugin.__version__))
     elif output == "github":
