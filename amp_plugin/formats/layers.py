@@ -37,14 +37,12 @@ class Format:
         config: A function that returns torchao's configuration, given a recipe (or None) and ``emulate``.
         convert: A function that returns torchao's layer, given a Linear layer and a configuration. The
             parameters stay the same objects.
-        kind: The class name of the converted layers.
     """
 
     side: int
     rows: int
     config: Callable[[Any, bool], Any]
     convert: Callable[[nn.Linear, Any], nn.Module]
-    kind: str
 
 
 def _float8_config(recipe: Any, emulate: bool) -> Any:
@@ -125,22 +123,25 @@ def _like(layer: nn.Linear, make: Callable[[int, int], nn.Linear]) -> nn.Linear:
 
 
 FORMATS: Final[dict[str, Format]] = {
-    "fp8": Format(side=16, rows=16, config=_float8_config, convert=_to_float8, kind="Float8Linear"),
+    "fp8": Format(side=16, rows=16, config=_float8_config, convert=_to_float8),
     "fp8-rowwise": Format(
         side=16,
         rows=16,
         config=lambda recipe, emulate: _float8_config(recipe or "rowwise", emulate),
         convert=_to_float8,
-        kind="Float8Linear",
     ),
-    "mxfp8": Format(
-        side=32, rows=BLOCK["mxfp8"], config=_mxfp8_config, convert=_to_mxfp8, kind="MXFP8Linear"
-    ),
-    "nvfp4": Format(side=128, rows=128, config=_nvfp4_config, convert=_to_nvfp4, kind="NVFP4Linear"),
+    "mxfp8": Format(side=32, rows=BLOCK["mxfp8"], config=_mxfp8_config, convert=_to_mxfp8),
+    "nvfp4": Format(side=128, rows=128, config=_nvfp4_config, convert=_to_nvfp4),
 }
 """Maps names to the formats that ``precision`` and ``formats`` accept besides ``"bf16"``."""
 
-_KINDS: Final = frozenset({*(known.kind for known in FORMATS.values()), EmulatedLinear.__name__})
+_FORMATS_OF_CLASSES: Final = {
+    "Float8Linear": "fp8",
+    "MXFP8Linear": "mxfp8",
+    "NVFP4Linear": "nvfp4",
+    EmulatedLinear.__name__: "nvfp4",
+}
+"""Maps the class names of converted layers to their formats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,33 +164,38 @@ class LayerFormats:
     patterns: Mapping[str, str] = field(default_factory=dict)
     recipe: Any = None
     emulate: bool = False
-    _configs: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the formats and the recipe, and whether torchao is installed."""
         for name in self.names:
             if name not in {"bf16", *FORMATS}:
                 raise _unknown(name)
-        used = [name for name in self.names if name in FORMATS]
-        if used and importlib.util.find_spec("torchao") is None:
+        if self._below and importlib.util.find_spec("torchao") is None:
             remedy = f"run: pip install 'torchao>=0.18', or {_INSTEAD}"
-            msg = f"{used[0]!r} needs torchao, which is not installed; {remedy}"
+            msg = f"{self._below[0]!r} needs torchao, which is not installed; {remedy}"
             raise ImportError(msg)
-        configs = {}
-        for name in used:
-            recipe = self.recipe if name == self.default else None
-            configs[name] = FORMATS[name].config(recipe, self.emulate)
-        object.__setattr__(self, "_configs", configs)
+        for name in self._below:
+            self._config(name)  # raises OptionError if the recipe is for another format
 
     @property
     def names(self) -> list[str]:
         """The distinct formats that are used, with the default format first."""
         return [*dict.fromkeys([self.default, *self.patterns.values()])]
 
+    @property
+    def _below(self) -> list[str]:
+        """The formats below 16 bits that are used."""
+        return [name for name in self.names if name in FORMATS]
+
+    def _config(self, name: str) -> Any:
+        """Return torchao's configuration of a format below 16 bits."""
+        recipe = self.recipe if name == self.default else None
+        return FORMATS[name].config(recipe, self.emulate)
+
     def refuse_device(self, device_type: str) -> None:
         """Raise ValueError if the device cannot compute in a format that is not emulated."""
-        for name, config in self._configs.items():
-            if not _emulates(config) and not hardware_of(device_type).computes(name):
+        for name in self._below:
+            if not _emulates(self._config(name)) and not hardware_of(device_type).computes(name):
                 msg = (
                     f"this {device_type} has no arithmetic for {name}, which needs {NEEDS[name].words}; "
                     f"{_INSTEAD}, or try it out slowly with emulate=True"
@@ -232,7 +238,7 @@ class LayerFormats:
         """Convert a model's layers in place. Return a dict from the names of the layers to their formats."""
         formats = self.of(model, left_out)
         if not formats:
-            if self._configs and not any(is_converted(module) for module in model.modules()):
+            if self._below and not any(is_converted(module) for module in model.modules()):
                 raise ValueError(self._nothing(model))
             return {}
         if "" in formats:
@@ -243,9 +249,10 @@ class LayerFormats:
         for name, chosen in formats.items():
             parent, _, child = name.rpartition(".")
             layer: Any = model.get_submodule(name)
-            made = FORMATS[chosen].convert(layer, self._configs[chosen])
+            config = self._config(chosen)
+            made = FORMATS[chosen].convert(layer, config)
             made.train(layer.training)
-            casts = chosen == "mxfp8" and _emulates(self._configs[chosen])
+            casts = chosen == "mxfp8" and _emulates(config)
             hook = partial(
                 _fitted_input, layer=name, format_name=chosen, multiple=self._rows(chosen), casts=casts
             )
@@ -265,13 +272,13 @@ class LayerFormats:
         return BLOCK["nvfp4"] if name == "nvfp4" and self.emulate else FORMATS[name].side
 
     def _rows(self, name: str) -> int:
-        config = self._configs[name]
+        config = self._config(name)
         if name.startswith("fp8"):
             return 1 if config.emulate or config.pad_inner_dim else FORMATS[name].rows
         return BLOCK["nvfp4"] if name == "nvfp4" and self.emulate else FORMATS[name].rows
 
     def _nothing(self, model: nn.Module) -> str:
-        name = self.default if self.default != "bf16" else next(iter(self._configs))
+        name = self.default if self.default != "bf16" else self._below[0]
         return (
             f"{name}: {type(model).__name__} has no Linear layer to convert: in_features and "
             f"out_features must be multiples of {self._side(name)}, and fp32_modules are left out; "
@@ -304,18 +311,16 @@ def _fits(layer: nn.Linear, side: int) -> bool:
 
 def is_converted(module: nn.Module) -> bool:
     """Return whether a module is a converted Linear layer of torchao or amp_plugin."""
-    return type(module).__name__ in _KINDS
+    return type(module).__name__ in _FORMATS_OF_CLASSES
 
 
 def format_of(module: nn.Module) -> str:
     """Return the format in which a converted layer computes, or ``""`` for any other module."""
-    if not is_converted(module):
-        return ""
-    kind = type(module).__name__
-    if kind == "Float8Linear":
+    name = _FORMATS_OF_CLASSES.get(type(module).__name__, "")
+    if name == "fp8":
         granularity = module.config.cast_config_input.scaling_granularity.value  # type: ignore[union-attr]
         return "fp8-rowwise" if granularity == "axiswise" else "fp8"
-    return {"MXFP8Linear": "mxfp8"}.get(kind, "nvfp4")
+    return name
 
 
 def is_within(name: str, modules: Collection[str]) -> bool:
