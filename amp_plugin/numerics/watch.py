@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 from unittest.mock import patch
 
 import torch
@@ -55,7 +55,15 @@ from amp_plugin.numerics.values import (
     unwatched,
 )
 
-Verdict = Literal["made", "on purpose", "masked", "passed on"]
+Verdict = Literal["made", "became nan", "on purpose", "masked", "passed on"]
+"""Where the infs or nans of a result come from.
+
+- ``"made"``: the op produced the inf or nan.
+- ``"became nan"``: the op produced a nan from an inf in an input.
+- ``"on purpose"``: the program gave the inf or nan as a constant.
+- ``"masked"``: the op computed -inf from a large negative number, as is common in masks.
+- ``"passed on"``: an input contained the inf or nan.
+"""
 
 # A number counts as a mask value if its magnitude is above this fraction of its dtype's largest number.
 # In bf16 and fp32, this limit is about 1e38, which ordinary computations never reach.
@@ -293,31 +301,38 @@ class Watch:
         If the op wrote the inf or nan to a weight, report its origin.
         """
         numbers = [number for name, number in call.numbers.items() if name not in _ORDERS]
-        judged = judge(result, call.arguments, call.traits, numbers)
-        match judged.verdict:
-            case "on purpose" if "nan" in judged.held:
-                origin = self._new("constant", call, result, judged.held)
-            case "on purpose" | "masked":
-                origin = _ON_PURPOSE
-            case "made":
-                origin = self._made(call, result, judged)
-            case _:
-                origin = self._passed_on(call, result, judged)
+        verdict, held = judge(result, call.arguments, call.traits, numbers)
+        origin = self._judged(call, result, verdict, held)
         self._origins.set(result.tensor, origin)
         if origin.is_reported or not origin.explains:
             return
         owner = self._weight(result.tensor) if result.name and not call.is_backward else ""
         if origin.kind == "collective" and not call.traits.moves:
-            self._report(origin, f"{' and '.join(judged.held)} in {call}")
+            self._report(origin, f"{' and '.join(held)} in {call}")
         elif owner and isinstance(result.tensor, nn.Parameter):
             if origin.kind == "input" and call.traits.moves:
                 origin.kind = "weight"  # an inf in a loaded weight is reported when an op uses the weight
             else:
                 self._report(origin, f"the weight {owner}, written by {call}")
-        elif self._strict and judged.verdict == "made":
+        elif self._strict and verdict in {"made", "became nan"}:
             self._report(origin, "")
         elif owner and not call.traits.moves:
             self._in_buffers[owner] = origin
+
+    def _judged(self, call: Call, result: Argument, verdict: Verdict, held: Held) -> Origin:
+        """Return the origin that a verdict names."""
+        inputs = _unfinite(result, call.arguments, call.traits)
+        match verdict:
+            case "on purpose" if "nan" in held:
+                return self._new("constant", call, result, held)
+            case "on purpose" | "masked":
+                return _ON_PURPOSE
+            case "made":
+                return self._made(call, result, held)
+            case "became nan":
+                return self._became_nan(call, result, inputs) or self._made(call, result, held)
+            case _:
+                return self._passed_on(call, result, inputs)
 
     def _origins_of(self, tensors: Iterator[Tensor]) -> Iterator[Origin]:
         """Yield the origin of each tensor's infs and nans, if there is a finding about this origin."""
@@ -356,39 +371,41 @@ class Watch:
             )
         return origin
 
-    def _made(self, call: Call, result: Argument, judged: Judgement) -> Origin:
-        """Return the origin of an inf or nan that an op produced.
+    def _became_nan(self, call: Call, result: Argument, inputs: Sequence[Argument]) -> Origin | None:
+        """Return the origin of the inf from which an op produced a nan, or None if it explains nothing."""
+        if call.traits.base in SOFTMAXES and not any("inf" in given.held for given in inputs):
+            return None
+        for given in inputs:
+            origin = self._origin_of(call, result, given)
+            if origin.explains:
+                origin.became_nan, found = True, origin.finding
+                if found is not None and not found.reached:
+                    origin.finding = replace(found, reached=f"nan in {call}")
+                return origin
+        return None
 
-        If an inf or nan in an input is the cause, return the origin of that input.
-        """
-        if call.traits.base not in SOFTMAXES or any("inf" in given.held for given in judged.of):
-            for given in judged.of:
-                origin = self._origin_of(call, result, given)
-                if origin.explains:
-                    origin.became_nan, found = True, origin.finding
-                    if found is not None and not found.reached:
-                        origin.finding = replace(found, reached=f"{' and '.join(judged.held)} in {call}")
-                    return origin
+    def _made(self, call: Call, result: Argument, held: Held) -> Origin:
+        """Return the origin of an inf or nan that an op produced."""
         if not call.is_backward:
-            return self._new("made", call, result, judged.held, call.site)
+            return self._new("made", call, result, held, call.site)
         site = call.forward_site
         first = None if site is None else self._first_at.get(site)
         if first is not None and (first.is_reported or first.is_compared):
             return first  # if an op and its derivative both produce inf or nan, report it once
-        origin = self._new("made", call, result, judged.held, site)
+        origin = self._new("made", call, result, held, site)
         if site is not None:
             self._first_at.setdefault(site, origin)
         return origin
 
-    def _passed_on(self, call: Call, result: Argument, judged: Judgement) -> Origin:
+    def _passed_on(self, call: Call, result: Argument, inputs: Sequence[Argument]) -> Origin:
         """Return the origin of an inf or nan that an op passes on from its inputs."""
         faults = [
             (given, origin)
-            for given in judged.of
+            for given in inputs
             for origin in self._origins_of(iter([given.tensor]))
             if origin.explains and (origin.kind == "made" or "nan" in given.held)
         ]
-        origin = self._origin_of(call, result, faults[0][0] if faults else judged.of[0])
+        origin = self._origin_of(call, result, faults[0][0] if faults else inputs[0])
         origin.others |= {other: None for _, other in faults if other is not origin}
         return origin
 
@@ -491,27 +508,30 @@ def _tensors(values: object) -> Iterator[Tensor]:
             yield leaf
 
 
-class Judgement(NamedTuple):
-    """A verdict on where the infs or nans of one result come from.
+def _unfinite(result: Argument, given: Sequence[Argument], traits: OpTraits) -> list[Argument]:
+    """Return the inputs of a result that are not finite; those with a nan come first."""
+    return sorted(
+        (argument for argument in _inputs(result, given, traits) if argument.held),
+        key=lambda argument: "nan" not in argument.held,
+    )
 
-    The verdict ``"made"`` means that the op produced the inf or nan. ``"on purpose"`` means that the program
-    gave the inf or nan as a constant. ``"masked"`` means that the op computed -inf from a large negative
-    number, as is common in masks. ``"passed on"`` means that an input contained the inf or nan.
-    """
 
-    verdict: Verdict
-    held: Held  # the values that the op made or passed on: "inf", "-inf" or "nan"
-    of: Sequence[Argument] = ()  # the arguments that were not finite; those with a nan come first
+def _inputs(result: Argument, given: Sequence[Argument], traits: OpTraits) -> Sequence[Argument]:
+    """Return the arguments from which a result is computed. In an op on lists, these have the same index."""
+    if not traits.is_listwise or result.index is None:
+        return given
+    return [argument for argument in given if argument.index in {None, result.index}]
 
 
 def judge(
     result: Argument, given: Sequence[Argument], traits: OpTraits, scalars: Sequence[float]
-) -> Judgement:
-    """Determine where the infs or nans of one result come from."""
-    if traits.is_listwise and result.index is not None:
-        given = [argument for argument in given if argument.index in {None, result.index}]
-    values = non_finite(result.tensor)
-    unfinite = sorted((argument for argument in given if argument.held), key=lambda a: "nan" not in a.held)
+) -> tuple[Verdict, Held]:
+    """Determine where the infs or nans of one result come from.
+
+    Return the verdict, and which of "inf", "-inf" and "nan" the op made or passed on.
+    """
+    given = _inputs(result, given, traits)
+    values, unfinite = non_finite(result.tensor), _unfinite(result, given, traits)
     own: list[tuple[Held, Tensor | None]] = [] if unfinite else [(values, None)]  # none from an input
     if unfinite and traits.is_pointwise and (new := _new_elements(result.tensor, unfinite)) is not None:
         own.append((non_finite(result.tensor, new), new))
@@ -528,10 +548,10 @@ def judge(
         elif held == ("-inf",) and _is_masked(result.tensor, given, where):
             verdict = "masked"
         if verdict == "made" or not unfinite:
-            return Judgement(verdict, held)
+            return verdict, held
     if "nan" in values and "nan" not in unfinite[0].held and not any(map(math.isnan, scalars)):
-        return Judgement("made", ("nan",), unfinite)
-    return Judgement("passed on", values, unfinite)
+        return "became nan", ("nan",)
+    return "passed on", values
 
 
 def _are_constants(held: Held, scalars: Sequence[float], *, computes: bool) -> bool:

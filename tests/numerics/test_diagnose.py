@@ -169,12 +169,14 @@ def test_an_op_that_writes_what_it_reads():
         # infinity
         ("scalar_tensor.default", [], [-math.inf], math.inf, "made"),
         ("where.self", [1.0, -math.inf], [], math.inf, "made"),
+        ("sub.Tensor", [math.inf, math.inf], [], math.nan, "became nan"),
+        ("sub.Tensor", [math.nan, 1.0], [], math.nan, "passed on"),
     ],
 )
 def test_verdicts(op, given, scalars, made, verdict):
     traits = traits_of(attrgetter(op)(torch.ops.aten))
     arguments = [Argument("other", None, torch.tensor(value)) for value in given]
-    assert judge(Argument("", None, torch.tensor(made)), arguments, traits, scalars).verdict == verdict
+    assert judge(Argument("", None, torch.tensor(made)), arguments, traits, scalars)[0] == verdict
 
 
 def test_a_large_negative_activation_in_fp16_is_no_mask():
