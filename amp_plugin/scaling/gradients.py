@@ -99,24 +99,6 @@ class GradientBatch(NamedTuple):
     params: Sequence[Tensor]
     run: Callable[..., Any]
 
-    def measure(self, factor: Tensor, norm_type: float, *, divide: bool = False, write: bool) -> Measurement:
-        """Measure the norm and the overflows of the gradients after multiplication or division by ``factor``.
-
-        If ``divide`` is True, the gradients are divided by ``factor``, otherwise multiplied. If ``write`` is
-        True, the gradients are changed in place.
-        """
-        op = "unscale_" if write else "norm_check"
-        found: tuple[Tensor, Tensor, Tensor] = self.run(op, factor, norm_type, divide)
-        return Measurement(*found, self.params, self.layout)
-
-    def multiply_(
-        self, factor: Tensor, max_norm: float | None = None, found_inf: Tensor | None = None
-    ) -> Tensor:
-        """Multiply gradients in place. Return 1.0 if a product is inf or nan, else 0.0 (float32, 0-dim)."""
-        found_inf = None if found_inf is None else moved(found_inf, self.device)
-        product: Tensor = self.run("multiply_", moved(factor, self.device), max_norm, found_inf)
-        return product
-
 
 def measured(
     params: list[Tensor], scale: LossScale | Tensor | None, norm_type: float = 2.0, *, write: bool = False
@@ -126,13 +108,11 @@ def measured(
     If ``scale`` is a tensor (float32, 0-dim), the gradients are multiplied by that number instead. If
     ``write`` is True, the gradients are changed in place.
     """
-    found = []
+    op, found = "unscale_" if write else "norm_check", []
     for batch in batches_of(params):
-        if isinstance(scale, Tensor):
-            factor, divide = moved(scale, batch.device), False
-        else:
-            factor, divide = divisor_of(scale, batch.device)
-        found.append(batch.measure(factor, norm_type, divide=divide, write=write))
+        factor, divide = (scale, False) if isinstance(scale, Tensor) else divisor_of(scale, batch.device)
+        norm, found_inf, flags = batch.run(op, moved(factor, batch.device), norm_type, divide)
+        found.append(Measurement(norm, found_inf, flags, batch.params, batch.layout))
     return found
 
 
@@ -145,7 +125,8 @@ def multiply_(
     ``max_norm`` instead, unless ``found_inf`` is 1.
     """
     for batch in batches_of(params):
-        batch.multiply_(factor, max_norm, found_inf)
+        flag = None if found_inf is None else moved(found_inf, batch.device)
+        batch.run("multiply_", moved(factor, batch.device), max_norm, flag)
 
 
 def batches_of(params: list[Tensor]) -> list[GradientBatch]:
@@ -160,7 +141,7 @@ def batches_of(params: list[Tensor]) -> list[GradientBatch]:
     device, positions = native.survey(params)
     if device is not None:
         present = params if positions is None else [params[i] for i in positions]
-        return [GradientBatch(device, None, present, partial(_run_natively, native, params))]
+        return [GradientBatch(device, None, present, partial(_run, native, params))]
     groups = native.survey_shards(params)
     if groups is None or any(spec is not None and is_partial(spec.placements) for spec, _, _ in groups):
         return batch_gradients(params)
@@ -169,14 +150,10 @@ def batches_of(params: list[Tensor]) -> list[GradientBatch]:
         layout = None if spec is None else ShardLayout.of(spec.mesh, spec.placements)
         found.setdefault((on, layout), []).extend(members)
     return [
-        GradientBatch(on, layout, own, partial(_run_natively, native, own))
+        GradientBatch(on, layout, own, partial(_run, native, own))
         for (on, layout), members in found.items()
         for own in [[params[i] for i in sorted(members)]]
     ]
-
-
-def _run_natively(native: Any, params: list[Tensor], op: str, *arguments: Any) -> Any:
-    return getattr(native, op)(params, *arguments)
 
 
 def first_float16(params: list[Tensor]) -> Tensor | None:
@@ -205,7 +182,7 @@ def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
         tensors.append(values)
         members.append(param)
     return [
-        GradientBatch(device, layout, members, partial(run, tensors))
+        GradientBatch(device, layout, members, partial(run, torch.ops.amp_plugin, tensors))
         for (device, layout, run), (tensors, members) in found.items()
     ]
 
@@ -226,11 +203,12 @@ def _values_of(param: Tensor, grad: Tensor) -> Tensor:
     return grad
 
 
-def _run(tensors: list[Tensor], op: str, *arguments: Any) -> Any:
-    return getattr(torch.ops.amp_plugin, op)(tensors, *arguments)
+def _run(library: Any, tensors: list[Tensor], op: str, *arguments: Any) -> Any:
+    """Call an op on gradients. If ``library`` is the native class, its methods take parameters instead."""
+    return getattr(library, op)(tensors, *arguments)
 
 
-def _run_with_duplicates(grads: list[Tensor], op: str, *arguments: Any) -> Any:
+def _run_with_duplicates(library: Any, grads: list[Tensor], op: str, *arguments: Any) -> Any:
     """Unscale sparse values with the same index before they are added, as torch.amp does.
 
     Scaled sums may overflow.
@@ -238,11 +216,11 @@ def _run_with_duplicates(grads: list[Tensor], op: str, *arguments: Any) -> Any:
     grads = [grad.clone() for grad in grads] if op == "norm_check" else grads
     values = [grad._values() for grad in grads]
     if op == "multiply_":
-        return _run(values, op, *arguments)
+        return _run(library, values, op, *arguments)
     factor, norm_type, _ = arguments
-    _run(values, "unscale_", *arguments)
+    _run(library, values, "unscale_", *arguments)
     sums = [grad.coalesce()._values() for grad in grads]
-    return _run(sums, "norm_check", torch.ones_like(factor), norm_type, False)
+    return _run(library, sums, "norm_check", torch.ones_like(factor), norm_type, False)
 
 
 def local_gradient(param: Tensor) -> tuple[Tensor, ShardLayout | None]:

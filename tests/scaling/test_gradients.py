@@ -25,9 +25,9 @@ def test_batches_by_device_and_kind():
     params[4].grad = torch.sparse_coo_tensor([[0, 0]], [3.0, 4.0], (4,), check_invariants=True)
     batches = batch_gradients(params)
     assert [batch.params for batch in batches] == [[params[0], params[2], params[3]], [params[4]]]
-    measured = [batch.measure(torch.tensor(0.5), 2.0, write=False) for batch in batches]
-    assert [found.norm.item() for found in measured] == [pytest.approx(math.sqrt(12) / 2), 3.5]
-    assert [(found.found_inf.item(), found.flags.tolist()) for found in measured] == [(0, [0] * 3), (0, [0])]
+    measured = [batch.run("norm_check", torch.tensor(0.5), 2.0, False) for batch in batches]
+    assert [norm.item() for norm, _, _ in measured] == [pytest.approx(math.sqrt(12) / 2), 3.5]
+    assert [(found.item(), flags.tolist()) for _, found, flags in measured] == [(0, [0] * 3), (0, [0])]
     assert params[4].grad._values().tolist() == [3.0, 4.0]
 
 

@@ -76,15 +76,16 @@ def test_the_same_numbers(meshes, write):
     for params in (ours, theirs):
         params[4].grad._local_tensor[3] = torch.inf
     factor = torch.tensor(0.25)
-    by_ledger = [batch.measure(factor, 2.0, write=write) for batch in batches_of(ours)]
-    one_by_one = [batch.measure(factor, 2.0, write=write) for batch in batch_gradients(theirs)]
+    call = ("unscale_" if write else "norm_check", factor, 2.0, False)
+    by_ledger = [batch.run(*call) for batch in batches_of(ours)]
+    one_by_one = [batch.run(*call) for batch in batch_gradients(theirs)]
     for mine, right in zip(by_ledger, one_by_one, strict=True):
-        assert [value.tolist() for value in mine[:3]] == [value.tolist() for value in right[:3]]
+        assert [value.tolist() for value in mine] == [value.tolist() for value in right]
     for mine, right in zip(ours, theirs, strict=True):
         if right.grad is not None:
             assert torch.equal(*(getattr(grad, "_local_tensor", grad) for grad in (mine.grad, right.grad)))
     for batches, params in ((batches_of(ours), ours), (batch_gradients(theirs), theirs)):
-        assert sum(batch.multiply_(torch.tensor(3.0)).item() for batch in batches) == 1
+        assert sum(batch.run("multiply_", torch.tensor(3.0), None, None).item() for batch in batches) == 1
         assert torch.equal(params[0].grad, torch.full((4,), 6.0 * (0.25 if write else 1.0)))
 
 
@@ -102,7 +103,7 @@ def test_what_is_on_its_way_is_waited_for(meshes, monkeypatch):
     param = param_with(DTensor.from_local(torch.ones(6), meshes[0], [Shard(0)]))
     param.grad._local_tensor = local
     (batch,) = batches_of([param])
-    assert batch.measure(torch.tensor(1.0), 2.0, write=False)[0].item() == pytest.approx(6**0.5)
+    assert batch.run("norm_check", torch.tensor(1.0), 2.0, False)[0].item() == pytest.approx(6**0.5)
     assert len(waited) == 1
 
 
