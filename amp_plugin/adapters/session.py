@@ -462,7 +462,7 @@ class Session:
 
     def _follow_log(self) -> None:
         if isinstance(self._scaler, GradScaler):
-            self._scaler.core.shared.speak(self.words, scales_all=True)
+            self._scaler.core.shared.speak(self.words)
         log: StepLog = self._scaler.core.log
         if self.options.exact_schedulers:
             log.wait_for()

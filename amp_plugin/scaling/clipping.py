@@ -42,11 +42,13 @@ class NormClip(NamedTuple):
         limit = number("max_norm", max_norm, least=0)
         return cls(limit, number("norm_type", norm_type), bool(error_if_nonfinite))
 
-    def factor(self, norm: Tensor, found: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Return the factor by which clipping multiplies gradients (float32, 0-dim).
+    def divisor(self, norm: Tensor, found: Tensor, scale: Tensor) -> Tensor:
+        """Return the number by which gradients must be divided to unscale and clip them (float32, 0-dim).
 
-        The factor is 1 if ``found`` is 1. With ``scale``, return the divisor that both unscales and clips
-        gradients that carry ``scale``.
+        Args:
+            norm: The norm of the unscaled gradients.
+            found: 1.0 if the step is skipped, else 0.0. A skipped step unscales the gradients without a clip.
+            scale: The number by which the gradients are multiplied.
         """
         return torch.ops.amp_plugin.clip_factor(norm, self.max_norm, scale, found)  # type: ignore[no-any-return]
 

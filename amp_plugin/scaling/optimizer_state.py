@@ -460,7 +460,7 @@ class OptimizerState:
             self.write_stage(OptState.READY)
 
     def _use_as(self, stage: OptState) -> None:
-        """Record that a program itself has unscaled the gradients or has stepped the optimizer."""
+        """Record that all gradients are unscaled, or that the optimizer has stepped with them."""
         is_step = stage is OptState.STEPPED
         self.ledger.carry_nothing(self._number, self.shared.updates, is_step)
         self._use(stage)
@@ -567,8 +567,7 @@ class OptimizerState:
     def end_with(self, result: StepResult) -> StepResult:
         """Record the result of a step, and return it."""
         self.result = result
-        self._use(OptState.STEPPED)
-        self.ledger.carry_nothing(self._number, self.shared.updates, True)
+        self._use_as(OptState.STEPPED)
         self.forget()
         return result
 

@@ -78,15 +78,14 @@ class Shared:
         """Set the device and the ranks."""
         self.device, self.ranks = device, ranks
 
-    def speak(self, words: Words, *, scales_all: bool) -> None:
-        """Set the names that error messages use for calls such as ``step``.
+    def speak(self, words: Words) -> None:
+        """Use the scaler for an entry point that runs every scaled backward pass itself.
 
         Args:
-            words: How users of the program's framework write each call, such as ``scaler.step(optimizer)``.
-            scales_all: True if the entry point runs every scaled backward pass itself. If the user's program
-                calls ``loss.backward()`` itself, the gradients are then unscaled.
+            words: How users of the entry point write each call, such as ``scaler.step(optimizer)``. Error
+                messages mention calls in this way.
         """
-        self.words, self.scales_all = words, scales_all
+        self.words, self.scales_all = words, True
 
     def end_stages(self) -> None:
         """Set all optimizers to the stage READY, as an update does, so that each of them may step again."""

@@ -128,9 +128,9 @@ class StepRecorder:
     def __init__(self, to: str | Path | Callable[[StepRecord], Any] | None) -> None:
         self._to = to if to is None or callable(to) else Path(to).absolute()
         # For each step whose numbers are being copied: CUDA events, and a function that makes the record.
-        self._waiting: deque[tuple[Sequence[torch.Event], Callable[[], StepRecord]]] = deque()
+        # None after a record could not be written.
+        self._waiting: deque[tuple[Sequence[torch.Event], Callable[[], StepRecord]]] | None = deque()
         self._last = time.time()  # the time of the step before
-        self._is_on = True
 
     def follow(self, log: StepLog) -> None:
         """Record every step that is added to ``log``, until the process ends."""
@@ -139,7 +139,7 @@ class StepRecorder:
 
     def hear(self, step: StepResult) -> None:
         """Record a step, once the host knows whether it was skipped."""
-        if not self._is_on or rank_of_process():
+        if self._waiting is None or rank_of_process():
             return
         is_news = (step.skipped or step.judged is not None) and NEWS.isEnabledFor(logging.INFO)
         if self._to is None and not is_news:
@@ -162,7 +162,7 @@ class StepRecorder:
             self._write(make())
 
     def _write(self, record: StepRecord) -> None:
-        if record.skipped or record.verdict != "landed":
+        if record.verdict != "landed":
             NEWS.info("%s", news_of(record))
         if isinstance(self._to, Path):
             _append(self._to, record)
@@ -170,8 +170,7 @@ class StepRecorder:
             self._to(record)
 
     def _give_up(self) -> None:
-        self._is_on = False
-        self._waiting.clear()
+        self._waiting = None
 
 
 def news_of(record: StepRecord) -> str:

@@ -110,7 +110,7 @@ def _take(
     if factor is not None:
         divisor = factor.reciprocal() if divisor is None else divisor / factor
     if clip is not None and is_one_pass:
-        divisor = clip.factor(norm, found, divisor_of(None, norm.device)[0] if divisor is None else divisor)
+        divisor = clip.divisor(norm, found, divisor_of(None, norm.device)[0] if divisor is None else divisor)
     elif clip is not None:
         clip_measured(state, clip, norm, found)
     value, skipped = plan.take(state, call, found, divisor)

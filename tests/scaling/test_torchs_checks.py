@@ -58,7 +58,7 @@ def test_calls_before_the_first_scaled_loss(weights, door):
 def test_gradients_of_a_bare_backward_before_the_first_scaled_loss(weights):
     """An entry point that scales all losses goes on without gradients, but these were not scaled."""
     scaler, one = GradScaler("cpu", init_scale=8.0), weights()
-    scaler.core.shared.speak(PLAIN, scales_all=True)
+    scaler.core.shared.speak(PLAIN)
     calls = {
         "unscale_": scaler.unscale_,
         "step": scaler.step,
