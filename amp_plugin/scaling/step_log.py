@@ -100,10 +100,11 @@ class StepResult:
         self._modules: FirstModules | None = None  # if hooks on modules were on
         self.optimizer: Callable[[], Any] = lambda: None
         self.name, self.number, self.in_a_row, self.time = "", 0, 0, time.time()
-        self._known = self.known_at_once(found_inf) if known is None else known
+        known = self.known_at_once(found_inf) if known is None else known
         told = found_inf if judged is None else judged  # the first number of both is found_inf
-        # The copy of ``found_inf`` to the host, and the CUDA event that says when the copy is complete.
-        self._arriving = copy_to_host([told]) if self._known is None else ((), [])
+        # Whether the step was skipped. If the host does not know that yet, the CUDA event that says when a
+        # copy of ``found_inf`` is complete, and the copy.
+        self._outcome = copy_to_host([told]) if known is None else known
 
     @staticmethod
     def known_at_once(found_inf: Tensor) -> bool | None:
@@ -119,12 +120,15 @@ class StepResult:
 
     def skipped_if_known(self) -> bool | None:
         """Return whether the step was skipped; None if the host would have to wait for the answer."""
-        events, copies = self._arriving
-        if events and events[0].query():
-            self._known, self._arriving = bool(copies[0].reshape(-1)[0].item() > 0), ((), [])
-            self.judged = None if self.judged is None else copies[0]
-        # A replay of a CUDA graph may change ``found_inf`` of a captured step, so read the flag each time.
-        return self.known_at_once(self.found_inf) if self._known is None else self._known
+        if isinstance(self._outcome, bool):
+            return self._outcome
+        events, copies = self._outcome
+        if not (events and events[0].query()):
+            # A replay of a CUDA graph may change ``found_inf`` of a captured step, so read it each time.
+            return self.known_at_once(self.found_inf)
+        self._outcome = bool(copies[0].reshape(-1)[0].item() > 0)
+        self.judged = None if self.judged is None else copies[0]
+        return self._outcome
 
     @property
     def verdict(self) -> str:
