@@ -37,7 +37,6 @@ class ScalerCore:
     Attributes:
         shared: As given.
         log: As given.
-        awaits_update: True if an update has been requested, but gradients still depend on the old loss scale.
         last_scale: The loss scale of the last scaled backward pass; None before the first scaled backward
             pass.
         last_task: Autograd's number of that backward pass.
@@ -48,7 +47,6 @@ class ScalerCore:
         self._states: dict[int, OptimizerState] = {}
         # Ids of optimizers that may delay an update. To be fast, update() checks only these optimizers.
         self._may_delay_update: list[int] = []
-        self.awaits_update = False
         self.last_scale: LossScale | None = None
         self.last_task = -1
         # Returns the factor by which ``last_scale`` has changed since the last scaled backward pass began.
@@ -140,10 +138,6 @@ class ScalerCore:
         self.last_scale, self.last_task, self._change = scale, task, scale.change_from_now_on()
         self._may_delay_update = list(self._states)
 
-    def await_update(self, awaits: bool) -> None:
-        """Record whether a requested update still has to be applied."""
-        self.awaits_update = awaits
-
     def delays_update(self) -> bool:
         """Return whether any optimizer still has to step before the scale may change.
 
@@ -155,19 +149,6 @@ class ScalerCore:
         ):
             waiting.pop()
         return bool(waiting)
-
-    def carriers(self, loss_scale: LossScale) -> Iterator[tuple[OptimizerState, list[Tensor]]]:
-        """Yield each optimizer's state, with a list of its parameters whose gradients have this loss scale.
-
-        A parameter that several optimizers share is yielded only once.
-        """
-        seen: set[int] = set()
-        for state in self:
-            for scale, params, _ in state.parts():
-                if scale is loss_scale:
-                    own = [param for param in params if id(param) not in seen] if seen else params
-                    yield state, own
-                    seen.update(map(id, own))
 
     def is_step_refused(self, state: OptimizerState, *, repeats: bool = False) -> bool:
         """Return whether a step must be refused.

@@ -146,7 +146,7 @@ class GradScaler(TorchNames):
             self.core.note_loss(outputs)
         if not self.is_enabled():
             return outputs
-        watched = bool(name or len(self.core.shared.scales) > 1 or self.core.awaits_update)
+        watched = bool(name or len(self.core.shared.scales) > 1 or self.core.shared.awaits_update)
         # As in torch's scaler, no hook records the backward pass of a loss in compiled code.
         if torch.compiler.is_compiling() and not watched:
             return cast("T", scale_outputs(outputs, self.loss_scale.multiply_in_graph))
@@ -488,7 +488,7 @@ class GradScaler(TorchNames):
         self.core.log.read()
         if shared.enabled:
             shared.require_scale("update")
-            self._records.settle(keep=self.core.awaits_update)
+            self._records.settle(keep=shared.awaits_update)
             if new_scale is None:
                 updates.request(self.core)
             else:

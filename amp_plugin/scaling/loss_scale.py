@@ -177,7 +177,8 @@ class LossScale:
         self.later = []
 
     def fill_(self, value: float | Tensor) -> None:
-        """Set the scale to a value."""
+        """Set the scale to a value, and forget the overflows that the next update would use."""
+        self.found_inf = None
         if isinstance(value, Tensor):
             self.require().copy_(value.detach().reshape(()))
         else:
@@ -210,7 +211,6 @@ class LossScale:
         if self.options.dynamic:
             for name, kind in _RULE.items():
                 setattr(self, name, kind(saved.get(name, getattr(self, name))))
-        self.found_inf = None
         if self.value is not None:
             self.fill_(self.init_scale)
 

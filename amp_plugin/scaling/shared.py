@@ -40,6 +40,7 @@ class Shared:
         updates: The number of updates that have been requested. After an update, all optimizers are in the
             stage READY again.
         has_checked: True if gradients were checked since the last requested update.
+        awaits_update: True if an update has been requested, but gradients still depend on the old loss scale.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Shared:
         self.ranks, self.device, self.enabled, self.words = ranks, device, enabled, PLAIN
         self.scales_all = False
         self.updates = 0
-        self.has_checked = False
+        self.has_checked = self.awaits_update = False
         self.spikes = Spikes(cast("Spike | None", options.on_spike))
 
     @property
@@ -91,10 +92,14 @@ class Shared:
         """Set all optimizers to the stage READY, as an update does, so that each of them may step again."""
         self.updates += 1
 
-    def count_update(self) -> None:
+    def request_update(self) -> None:
         """Count a requested update. The next update needs a new check of gradients."""
         self.end_stages()
-        self.has_checked = False
+        self.has_checked, self.awaits_update = False, True
+
+    def end_update(self) -> None:
+        """Record that the requested update was applied."""
+        self.awaits_update = False
 
     def note_check(self) -> None:
         """Record that gradients were checked for inf and nan, so that an update may follow."""

@@ -105,14 +105,13 @@ def request(core: ScalerCore) -> None:
         words = core.shared.words
         why = (_NO_STEP if is_awaited else _NO_BACKWARD).format(backward=words.backward, step=words.step)
         raise AssertionError(_NO_CHECK.format(why=why))
-    core.shared.count_update()
-    core.await_update(True)
+    core.shared.request_update()
     settle(core, force=False)
 
 
 def settle(core: ScalerCore, *, force: bool) -> None:
     """Apply a requested update, unless gradients still depend on the old scale. ``force`` converts them."""
-    if not core.awaits_update or (not force and core.delays_update()):
+    if not core.shared.awaits_update or (not force and core.delays_update()):
         return
     joined = core.refresh_joined()
     if any(_float16_gradients(core, pending=True)) if force else joined and core.delays_update():
@@ -127,9 +126,8 @@ def set_scale(core: ScalerCore, new_scale: float | Tensor) -> None:
     """Set all loss scales at once, and multiply scaled gradients by the ratio of the new scale to the old."""
     value = _checked(new_scale)
     with set_by_hand(core, f"update({new_scale!r})"):
-        core.shared.count_update()
+        core.shared.request_update()
         for loss_scale in core.shared.used_scales():
-            loss_scale.found_inf = None
             loss_scale.fill_(value)
 
 
@@ -148,14 +146,23 @@ def set_by_hand(core: ScalerCore, call: str) -> Iterator[None]:
 
 @contextmanager
 def _changing(core: ScalerCore) -> Iterator[None]:
-    """If the block changes loss scales, multiply scaled gradients by the ratio of new scale to old scale."""
+    """If the block changes loss scales, multiply scaled gradients by the ratio of new scale to old scale.
+
+    A gradient that several optimizers share is multiplied only once.
+    """
     before = [(scale, scale.edition, scale.snapshot()) for scale in core.shared.used_scales()]
     yield
-    core.await_update(False)
-    for scale, edition, value in before:
-        for state, params in core.carriers(scale) if scale.edition != edition else ():
-            if any(param.grad is not None for param in params):
-                state.ledger.write(partial(multiply_, params, scale.require() / value))
+    core.shared.end_update()
+    changed = {scale: value for scale, edition, value in before if scale.edition != edition}
+    done: set[int] = set()
+    for state in core if changed else ():
+        for scale, params, _ in state.parts():
+            if scale is not None and scale in changed:
+                own = [param for param in params if param.grad is not None and id(param) not in done]
+                if own:
+                    state.ledger.write(partial(multiply_, own, scale.require() / changed[scale]))
+                done.update(map(id, own))
+    for scale, _, _ in before:
         scale.publish()
 
 
