@@ -563,21 +563,15 @@ class GradScaler(TorchNames):
         with updates.set_by_hand(self.core, "load_state_dict()"):
             self.core.log.start_over(self.core.shared.load_state_dict(state_dict))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy the scaler, but not its optimizers or their gradients.
-
-        The copy uses the same process groups. Raise RuntimeError if called in the middle of an iteration.
-        """
-        twin = type(self).__new__(type(self))
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return twin
-
     def __copy__(self) -> Self:
         """Return a deep copy, because two scalers cannot share a loss scale."""
         return copy.deepcopy(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the pickled numbers. The new scaler knows no optimizer."""
+        """Restore the pickled or deep-copied numbers. The new scaler knows no optimizer.
+
+        A deep copy uses the same process groups.
+        """
         state = dict(state)
         shared, skipped_before = state.pop("_shared"), state.pop("_skipped_before")
         self.__dict__.update(state)

@@ -216,13 +216,9 @@ class LossScale:
 
     def __reduce__(self) -> Any:
         """Copy and pickle only the options and the state dict. A pickle can be loaded without a GPU."""
-        return _restored, (self.options, self.state_dict())
+        return LossScale, (self.options,), self.state_dict()
 
-
-def _restored(options: LossScaleOptions, saved: dict[str, Any]) -> LossScale:
-    scale = LossScale(options)
-    scale.load_state_dict(saved)
-    return scale
+    __setstate__ = load_state_dict
 
 
 def is_state(given: Any) -> bool:

@@ -204,10 +204,6 @@ class Spikes:
 
     def __reduce__(self) -> Any:
         """Copy and pickle the rule and the statistics as plain numbers, without optimizers."""
-        return _restored, (self._rule, self.state_dict())
+        return Spikes, (self._rule,), self.state_dict()
 
-
-def _restored(rule: Spike | None, saved: dict[str, Any]) -> Spikes:
-    spikes = Spikes(rule)
-    spikes.load_state_dict(saved)
-    return spikes
+    __setstate__ = load_state_dict
