@@ -80,8 +80,7 @@ def clip_norm(core: ScalerCore, target: Target, clip: NormClip) -> Tensor:
         clip_measured(states[0], clip, norm, found)
         return norm
     else:
-        device = shared.scale_device or next((param.device for param in params), torch.device("cpu"))
-        found_now = measured(params, None, clip.norm_type)
+        found_now, device = measured(params, None, clip.norm_type), shared.device_for(params)
         norm, found = shared.ranks.combine(found_now, clip.norm_type, device, parameter_layouts(params))
         clip.refuse_nonfinite(norm)
         multiply_(params, norm, clip.max_norm, found)

@@ -169,13 +169,6 @@ class OptimizerState:
             self.measurements.append(found)
             self._find(found.found_inf)
 
-    def device(self) -> torch.device:
-        """Return the device on which the norm and found_inf of the gradients are computed."""
-        on = self.shared.scale_device
-        if on is None:
-            on = next((param.device for param in self.params if param.grad is not None), None)
-        return on or (self.params[0].device if self.params else torch.device("cpu"))
-
     def parts(self) -> list[tuple[LossScale | None, list[Tensor], bool]]:
         """Return the parameters grouped by loss scale.
 
@@ -337,7 +330,7 @@ class OptimizerState:
         found_now = self._measured_now(norm_type, unscale=unscale, on_request=on_request)
         self._forget_earlier()
         earlier = list(self.found_inf_per_device.values())
-        ranks, device = self.shared.ranks, self.device()
+        ranks, device = self.shared.ranks, self.shared.device_for(self.params)
         norm, found = ranks.combine(found_now, norm_type, device, self.layouts, earlier)
         for other in self._sharers:
             other.hear(found_now, other.params)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from amp_plugin.options import LossScaleOptions, Spike
 from amp_plugin.scaling.gradients import params_of
@@ -121,6 +122,11 @@ class Shared:
     def scale_device(self) -> torch.device | None:
         """The device that holds the loss scales; None if no loss scale has been used."""
         return next((scale.require().device for scale in self.used_scales()), None)
+
+    def device_for(self, params: Sequence[Tensor]) -> torch.device:
+        """Return the device on which the norm and the overflow flag of gradients are combined."""
+        on = self.scale_device or next((param.device for param in params if param.grad is not None), None)
+        return on or (params[0].device if params else torch.device("cpu"))
 
     def require_scale(self, call: str, target: Any = ()) -> None:
         """Raise AssertionError if no loss has been scaled.
