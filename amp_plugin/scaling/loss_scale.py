@@ -51,16 +51,14 @@ class LossScale:
 
     def __init__(self, options: LossScaleOptions) -> None:
         self.options = options
-        rule = (options.growth_factor, options.backoff_factor, options.growth_interval)
-        growth, backoff, interval = rule if options.dynamic else (1, 1, 0)
+        rule = (options.growth_factor, options.backoff_factor, options.growth_interval, options.hysteresis)
+        growth, backoff, interval, hysteresis = rule if options.dynamic else (1, 1, 0, 1)
         self.growth_factor, self.backoff_factor = float(growth), float(backoff)
         self.growth_interval = int(interval)
         self.init_scale = float(options.init_scale)
         self.value: Tensor | None = None
-        self.growth_tracker, self.hysteresis_tracker = (
-            torch.full((), count, dtype=torch.int32, device="cpu")
-            for count in (0, options.hysteresis if options.dynamic else 1)
-        )
+        self.growth_tracker = torch.tensor(0, dtype=torch.int32, device="cpu")
+        self.hysteresis_tracker = torch.tensor(int(hysteresis), dtype=torch.int32, device="cpu")
         self.generation = 0
         self.later: list[Tensor] = []
         self.found_inf: Tensor | None = None
