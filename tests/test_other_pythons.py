@@ -69,7 +69,7 @@ def test_the_sources_are_of_each_python(version: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.whole_run
 @pytest.mark.parametrize("version", [f"3.{minor}" for minor in MINORS])
 def test_each_python_imports_every_public_name(version: str) -> None:
     python = sys.executable if version == f"3.{sys.version_info.minor}" else pythons().get(version)

@@ -202,7 +202,13 @@ def test_diagnose_says_what_a_scalers_error_means(tmp_path, text, headline, advi
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("before", ["", "scaler.unscale_(opt)"], ids=["clip, step", "clip, unscale, step"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param("", id="clip, step", marks=pytest.mark.whole_run),
+        pytest.param("scaler.unscale_(opt)", id="clip, unscale, step"),
+    ],
+)
 def test_run_names_the_line_of_a_program_that_ends_with_an_error_later(tmp_path, before):
     script = tmp_path / "train.py"
     script.write_text(

@@ -16,6 +16,7 @@ def train_rank(run: Run) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.whole_run
 def test_fsdp2_is_silent_and_a_layer_that_it_leaves_out_is_named(tmp_path: Path) -> None:
     one = Run(tmp_path / "one.amp", is_sharded=False)
     runs = [Run(tmp_path / "fsdp2.amp"), Run(tmp_path / "forgotten.amp", forgets_last=True)]

@@ -63,6 +63,7 @@ def scaled_penalty(outputs, inputs, *, scaler):
 PENALTY_OPTIONS = ("steps=60", "loss_scale.init_scale=64", "loss_scale.growth_interval=1000")
 
 
+@pytest.mark.whole_run
 def test_a_penalty_on_scaled_gradients_stops_the_learning():
     options = PENALTY_OPTIONS
     measured = (lambda record: mean_of_last(record.losses), "gradient_penalty", scaled_penalty)

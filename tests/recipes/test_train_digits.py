@@ -131,7 +131,7 @@ def test_one_epoch(precision, changes, tmp_path):
     assert (tmp_path / "new" / "training.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.whole_run
 def test_three_precisions_agree():
     fp16, bf16, fp32 = (
         train(short(name, epochs=4, width=8, batch_size=32)).test_accuracy

@@ -67,7 +67,7 @@ class Case:
 _OTHERS = {"SGD": {"optimizer": "SGD"}, "Lion": {"optimizer": "Lion"}, "8bit": {"state": "8bit"}}
 CASES = {
     "AdamW": Case(ranks=FIRST, is_long=True),
-    "own step": Case(ranks=FIRST, one_pass=False),
+    "own step": Case(ranks=FIRST, one_pass=False, is_whole_run=True),
     "before": Case(ranks=FIRST, layout="stored before"),
     "ASGD": Case(ranks=FIRST, optimizer="ASGD"),
     "8bit": Case(ranks=FIRST, state="8bit"),
@@ -77,7 +77,7 @@ CASES = {
     "tensor parallel": Case(ranks=SECOND, layout="tensor parallel", is_long=True),
     "hsdp": Case(ranks=ALL, layout="hsdp"),
     "two-dimensional": Case(ranks=ALL, layout="two-dimensional"),
-    "no reshard": Case(ranks=ALL, layout="no reshard", optimizer="SGD"),
+    "no reshard": Case(ranks=ALL, layout="no reshard", optimizer="SGD", is_whole_run=True),
     **{
         f"{layout}, {name}": Case(ranks=ranks, layout=layout, is_whole_run=True, **options)
         for ranks, layout in ((FIRST, "tensor parallel"), (ALL, "hsdp"), (ALL, "two-dimensional"))
