@@ -12,7 +12,7 @@ import torch
 
 from amp_plugin import OpRules, Spike
 from amp_plugin.adapters.accelerate import AmpKwargs, deepspeed
-from amp_plugin.adapters.accelerate.deepspeed import EngineScaler, translate
+from amp_plugin.adapters.accelerate.deepspeed import scale_of, scaler_for_engine, steps_noted, translate
 from amp_plugin.adapters.accelerate.settings import resolve
 from amp_plugin.adapters.session import Session
 from amp_plugin.options import AccelerateOptions, LossScaleOptions, option_names
@@ -100,25 +100,27 @@ def test_where_our_scaler_steps_all_of_its_options_act(config):
 @pytest.mark.parametrize(("clip", "told"), [(0.5, 1), (0.0, 0)])
 def test_clipping_in_its_unfused_optimizer_is_warned_of(clip, told, recwarn):
     optimizer = type("FP16_UnfusedOptimizer", (), {"cur_scale": 256.0})()
-    seen = {"optimizer": optimizer, "global_steps": 0, "skipped_steps": 0}
-    engine = SimpleNamespace(**seen, gradient_clipping=lambda: clip)
+    engine = SimpleNamespace(optimizer=optimizer, gradient_clipping=lambda: clip)
     warnings.simplefilter("always")
-    assert EngineScaler(engine, AccelerateOptions()).get_scale() == 256.0
+    deepspeed.warn_of_defects(engine)
+    assert scale_of(engine) == 256.0
     assert sum("'stage' of 'zero_optimization' to 1" in str(warning.message) for warning in recwarn) == told
 
 
 def observed(**options):
-    """Return an engine that steps SGD, and a scaler that observes it."""
-    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    """Return an engine that steps SGD, and the scaler whose log gets its steps."""
+    module = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters())
     optimizer.cur_scale = 256.0
-    seen = {"optimizer": optimizer, "global_steps": 0, "skipped_steps": 0}
+    seen = {"module": module, "optimizer": optimizer, "global_steps": 0, "skipped_steps": 0}
     engine = SimpleNamespace(**seen, gradient_clipping=lambda: 0.0, get_global_grad_norm=lambda: 3.0)
-    return engine, EngineScaler(engine, AccelerateOptions(**options))
+    session = Session(AccelerateOptions(**options), "fp32")
+    return engine, scaler_for_engine(engine, session, FP16)
 
 
 def skip(engine, scaler):
-    engine.global_steps, engine.skipped_steps = engine.global_steps + 1, engine.skipped_steps + 1
-    scaler.observe()
+    with steps_noted(engine, scaler):
+        engine.global_steps, engine.skipped_steps = engine.global_steps + 1, engine.skipped_steps + 1
 
 
 CHANGED = {
@@ -173,9 +175,11 @@ def test_the_engines_last_step_is_told_with_its_norm_and_scale():
     with pytest.raises(RuntimeError, match="has not stepped"):
         scaler.last_step(optimizer)
     for skips in (0, 1):
-        engine.global_steps, engine.skipped_steps = engine.global_steps + 1, skips
-        optimizer.cur_scale /= 2 if skips else 1
-        scaler.observe()
+        with steps_noted(engine, scaler):
+            pass  # a micro-batch in which the engine does not step
+        with steps_noted(engine, scaler):
+            engine.global_steps, engine.skipped_steps = engine.global_steps + 1, skips
+            optimizer.cur_scale /= 2 if skips else 1
         told = scaler.last_step(optimizer)
         assert (told.skipped, float(told.norm), told.scale_before) == (bool(skips), 3.0, 256.0)
         assert told.scale_after == optimizer.cur_scale

@@ -232,22 +232,32 @@ class AmpAccelerator(EntryPoint, Accelerator):
     def _prepare_engine(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare with another engine.
 
-        Under DeepSpeed, also create a scaler for the engine to use, or an EngineScaler that observes the
-        engine.
+        Under DeepSpeed, also create a scaler for the engine to use, or one that logs the engine's steps.
         """
         for optimizer in args:
             # DeepSpeedOptimizerWrapper looks for the attribute "overflow" when it is created.
             if isinstance(optimizer, Optimizer):
                 optimizer.overflow = False  # type: ignore[attr-defined]
         prepared = super().prepare(*args, **kwargs)
-        engine = getattr(getattr(self, "deepspeed_engine_wrapped", None), "engine", None)
-        if engine is not None and not self._scaler.core.optimizers:
+        if self._engine is not None and not self._scaler.core.optimizers:
             config = self.deepspeed_plugin.deepspeed_config
             self.session.follow(self.session.rules)
-            scaler = deepspeed.scaler_for_engine(engine, self.session, config)
+            scaler = deepspeed.scaler_for_engine(self._engine, self.session, config)
             self.session.take_scaler(scaler)
             self._show(scaler if scaler.is_enabled() else None)
         return prepared
+
+    @property
+    def _engine(self) -> Any:
+        """DeepSpeed's engine, or None."""
+        return getattr(getattr(self, "deepspeed_engine_wrapped", None), "engine", None)
+
+    @property
+    def _scaling_engine(self) -> Any:
+        """DeepSpeed's engine if it scales losses and skips steps itself, or None."""
+        engine = self._engine
+        is_ours = engine is None or deepspeed.is_ours(self.deepspeed_plugin.deepspeed_config)
+        return None if is_ours else engine
 
     def _follow_on_page(self) -> None:
         """Write a run page (an HTML report) about the prepared models, until ``end_training()`` is called."""
@@ -375,10 +385,10 @@ class AmpAccelerator(EntryPoint, Accelerator):
     @outside_graphs
     def _watched_backward(self, loss: Tensor, **kwargs: Any) -> None:
         models = self._models if self._engaged else []
-        with self.session.watching(models), anomalies_explained(self._scaler):
+        engine = self._scaling_engine
+        noted = nullcontext() if engine is None else deepspeed.steps_noted(engine, self._scaler)
+        with noted, self.session.watching(models), anomalies_explained(self._scaler):
             super().backward(loss, **kwargs)
-        if isinstance(self._scaler, deepspeed.EngineScaler):
-            self._scaler.observe()
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -457,10 +467,11 @@ class AmpAccelerator(EntryPoint, Accelerator):
         If no loss is scaled, ``loss_scale`` is 1.0. Logging does not apply a pending update of the loss
         scale, so it changes no gradients.
         """
-        scaler = self._scaler
+        scaler, engine = self._scaler, self._scaling_engine
         # ``get_scale()`` would apply a pending update of the loss scale, so ``loss_scale`` is read instead.
-        # If the scaler is disabled, get_scale() returns the loss scale of a DeepSpeed engine, or 1.0.
-        scale = scaler.loss_scale.item() if scaler.is_enabled() else scaler.get_scale()
+        scale = 1.0 if engine is None else deepspeed.scale_of(engine)
+        if scaler.is_enabled():
+            scale = scaler.loss_scale.item()
         return {"loss_scale": scale, "skipped_steps": scaler.skipped_steps()}
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,13 +2,14 @@
 
 If the config enables neither ZeRO nor fp16 nor bf16, the engine uses amp_plugin's GradScaler instead of
 torch's. If ZeRO, fp16 or bf16 is enabled, DeepSpeed's engine scales losses and skips steps itself, and
-EngineScaler only observes the engine. This module never imports DeepSpeed.
+:func:`steps_noted` only logs its steps. This module never imports DeepSpeed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from amp_plugin.adapters.scaler import register
 from amp_plugin.adapters.session import Session
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import OptionError, warn_user
-from amp_plugin.options import LossScaleOptions, loss_scale_options, option_defaults
+from amp_plugin.options import option_defaults
 from amp_plugin.patterns import found_patterns
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.overflows import OverflowReport
@@ -61,7 +62,7 @@ IN_OTHER_WAYS: Final = {
 BY_OUR_LOG: Final = ("log", "max_skips_in_a_row", "report")
 """Options that the log of the engine's steps acts on.
 
-EngineScaler gets the options of a loss scale. The session and the accelerator read the others.
+The scaler gets the options of a loss scale. The session and the accelerator read the others.
 """
 
 _SCALED_IN_ZERO: Final = (
@@ -158,7 +159,7 @@ def is_ours(config: Mapping[str, Any]) -> bool:
 
 
 def scaler_for_engine(engine: Any, session: Session, config: Mapping[str, Any]) -> GradScaler:
-    """Return a scaler for the engine to use, or an EngineScaler, which only observes the engine."""
+    """Return a scaler for the engine to use, or a disabled scaler, whose log gets the engine's steps."""
     apply_fp32_modules(engine.module, found_patterns(engine.module, session.options.fp32_modules))
     if is_ours(config):
         scales = engine.torch_autocast_z0_gradscaler is not None
@@ -170,7 +171,8 @@ def scaler_for_engine(engine: Any, session: Session, config: Mapping[str, Any]) 
         scaler.core.log.wait_for()
         scaler.core.log.subscribe(_show_overflow)
     else:
-        scaler = EngineScaler(engine, session.options)
+        scaler = session.new_scaler(enabled=False)
+        warn_of_defects(engine)
     register(scaler, [engine.optimizer], [engine.module])
     return scaler
 
@@ -180,55 +182,49 @@ def _show_overflow(step: StepResult) -> None:
     optimizer.overflow = step.skipped
 
 
-class EngineScaler(GradScaler):
-    """Reports the loss scale, skipped steps and gradient norms of a DeepSpeed engine.
+def warn_of_defects(engine: Any) -> None:
+    """Warn if DeepSpeed would clip gradients wrongly."""
+    if _torchs_scaler(engine) is not None:
+        warn_user(_SCALED_IN_ZERO)
+    if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer" and engine.gradient_clipping() > 0:
+        warn_user(_CLIPPED_IN_UNFUSED)
+
+
+def _torchs_scaler(engine: Any) -> Any:
+    """Return the torch ``GradScaler`` that the engine's ZeRO optimizer uses under autocast, or None."""
+    return getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+
+
+def scale_of(engine: Any) -> float:
+    """Return the loss scale of an engine that scales losses itself, or 1.0 if it scales no loss."""
+    optimizer, torchs = engine.optimizer, _torchs_scaler(engine)
+    if torchs is not None:
+        return float(torchs.get_scale())
+    return float(getattr(getattr(optimizer, "loss_scale_config", optimizer), "cur_scale", None) or 1.0)
+
+
+@contextmanager
+def steps_noted(engine: Any, scaler: GradScaler) -> Iterator[None]:
+    """Log the step that an engine takes in the block, with its loss scale and gradient norm.
 
     The engine itself scales the loss and runs the optimizer step.
     """
-
-    def __init__(self, engine: Any, options: LossScaleOptions) -> None:
-        super().__init__("cpu", enabled=False, **loss_scale_options(options))
-        # The numbers of steps and skips.
-        self._engine, self._seen = engine, (engine.global_steps, engine.skipped_steps)
-        if self._torchs is not None:
-            warn_user(_SCALED_IN_ZERO)
-        if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer" and engine.gradient_clipping() > 0:
-            warn_user(_CLIPPED_IN_UNFUSED)
-        self._scale_now = self.get_scale()
-
-    @property
-    def _torchs(self) -> Any:
-        """The torch ``GradScaler`` that the engine's ZeRO optimizer uses under autocast, or None."""
-        return getattr(self._engine.optimizer, "torch_autocast_gradscaler", None)
-
-    def get_scale(self, name: str | None = None) -> float:
-        """Return the engine's loss scale, or 1.0 if the engine scales no loss."""
-        del name
-        optimizer = self._engine.optimizer
-        if self._torchs is not None:
-            return float(self._torchs.get_scale())
-        return float(getattr(getattr(optimizer, "loss_scale_config", optimizer), "cur_scale", None) or 1.0)
-
-    def observe(self) -> None:
-        """Log the engine's last step, unless it was already logged."""
-        engine, before = self._engine, self._scale_now
-        self._scale_now = self.get_scale()
-        steps, skips = self._seen
-        if engine.global_steps == steps:
-            return
-        skipped = engine.skipped_steps > skips
-        self._seen = engine.global_steps, engine.skipped_steps
-        norm, tensor = engine.get_global_grad_norm(), partial(torch.tensor, dtype=torch.float32)
-        if norm is not None and self._torchs is not None:
-            # With torch's scaler, ZeRO measures the norm of scaled gradients.
-            norm = norm / before
-        result = StepResult(
-            norm=None if norm is None else tensor(float(norm)),
-            found_inf=tensor(float(skipped)),
-            scale_before=tensor(before) if before != 1.0 else None,
-            scale_after=[tensor(self._scale_now)],
-            report=partial(OverflowReport, unattributed=skipped),
-            known=skipped,
-            how="the step of DeepSpeed's engine",
-        )
-        self.core.note_step(engine.optimizer, result=result)
+    before, steps, skips = scale_of(engine), engine.global_steps, engine.skipped_steps
+    yield
+    if engine.global_steps == steps:
+        return
+    skipped = engine.skipped_steps > skips
+    norm, tensor = engine.get_global_grad_norm(), partial(torch.tensor, dtype=torch.float32)
+    if norm is not None and _torchs_scaler(engine) is not None:
+        # With torch's scaler, ZeRO measures the norm of scaled gradients.
+        norm = norm / before
+    result = StepResult(
+        norm=None if norm is None else tensor(float(norm)),
+        found_inf=tensor(float(skipped)),
+        scale_before=tensor(before) if before != 1.0 else None,
+        scale_after=[tensor(scale_of(engine))],
+        report=partial(OverflowReport, unattributed=skipped),
+        known=skipped,
+        how="the step of DeepSpeed's engine",
+    )
+    scaler.core.note_step(engine.optimizer, result=result)
