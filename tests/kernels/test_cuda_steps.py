@@ -153,6 +153,38 @@ def test_steps_of_compressed_states_are_the_cpus_bit_for_bit(device, form, how, 
         assert_same_bits([*ours, *ours_by_sgd], [*host, *by_sgd])
 
 
+def test_codes_of_the_largest_and_the_smallest_numbers_are_the_cpus_bit_for_bit(device):
+    """Each block of codes has numbers of one size, with a 0 and one large number, infinity or nan."""
+    block = 128
+    sizes = [(1e-44, 0.0), (1e-37, 1e-30), (1e-3, 1.0), (1e36, 2e37), (1e36, 1e38), (1e20, 3e38)]
+    sizes += [(1e19, math.inf), (1.0, math.nan), (math.inf, math.nan), (0.0, 0.0), (1e-3, -1e10)]
+    momenta = values(2, [block] * len(sizes))
+    for part, (size, outlier) in zip(momenta, sizes, strict=True):
+        part.mul_(size)
+        part[:3] = torch.tensor([0.0, outlier, -outlier])
+    momentum = torch.cat(momenta)
+    for scale in (1.0, 1e-19):
+        zero = [torch.zeros_like(momentum)]
+        states = [*compressed([zero, zero], "8bit"), *compressed([[momentum]], "8bit")]
+        by_adam = [
+            values(0, [momentum.numel()]),
+            [momentum * scale],
+            *states[:2],
+            [],
+            [torch.tensor(4.0)],
+            [],
+        ]
+        by_sgd = [values(0, [momentum.numel()]), [momentum * scale], states[2], []]
+        ours_by_adam, ours_by_sgd = moved(by_adam, device), moved(by_sgd, device)
+        for _ in range(2):
+            for lists in (by_adam, ours_by_adam):
+                adam_(OP, *lists, **ADAM)
+            for lists in (by_sgd, ours_by_sgd):
+                sgd_(OP, *lists, **SGD)
+        if host_device.LOADED:
+            assert_same_bits([*ours_by_adam, *ours_by_sgd], [*by_adam, *by_sgd])
+
+
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_adam_stays_close_to_torchs_fused_kernel(device, amsgrad, decoupled):

@@ -109,9 +109,12 @@ struct StepNumbers {
   double value[kMostNumbers];
 };
 
+// Returns a seed for which the number 0 has the random bits that `number` has for `seed`.
+inline u32 seed_from(u32 number, u32 seed) { return number * 0x9E3779B1u + seed; }
+
 // Returns 32 pseudo-random bits for a number. After Wellons, "Hash Function Prospector", 2018.
 inline u32 random_bits(u32 number, u32 seed) {
-  u32 bits = number * 0x9E3779B1u + seed;
+  u32 bits = seed_from(number, seed);
   bits = (bits ^ (bits >> 15)) * 0x2C1B3C6Du;
   bits = (bits ^ (bits >> 12)) * 0x297A2D39u;
   return bits ^ (bits >> 15);

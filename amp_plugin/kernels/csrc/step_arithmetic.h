@@ -70,6 +70,12 @@ class Divisor {
   float inverse_;
 };
 
+// Returns above / (divisor.divide(root(x)) + eps).
+[[gnu::always_inline]] inline Floats over_root(
+    const Floats& above, const Floats& x, const Divisor& divisor, float eps) {
+  return above / (divisor.divide(root(x)) + Floats(eps));
+}
+
 // A choice between two numbers that is the same for all elements. Both are computed, then one is selected.
 // With branches instead, the compiler cannot reorder the instructions of the loop across them, and a step of
 // a 16-bit pair takes 1.4 times as long.
@@ -93,5 +99,8 @@ class Choice {
 #endif
   Mask mask_;
 };
+
+// Return true if a branch skips both choices because neither takes the first number. The CPU has no branches.
+constexpr bool jumps_over(const Choice&, const Choice&) { return false; }
 
 }  // namespace amp_plugin

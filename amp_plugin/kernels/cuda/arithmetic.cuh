@@ -17,7 +17,6 @@ struct Lanes {
 
   Lanes() = default;
   __device__ explicit Lanes(float value) {
-#pragma unroll
     for (int i = 0; i < kCount; ++i) lane[i] = value;
   }
 };
@@ -26,7 +25,6 @@ struct Lanes {
 template <int kCount, typename Function>
 __device__ inline Lanes<kCount> made(Function&& function) {
   Lanes<kCount> lanes;
-#pragma unroll
   for (int i = 0; i < kCount; ++i) lanes.lane[i] = function(i);
   return lanes;
 }
@@ -35,17 +33,15 @@ __device__ inline Lanes<kCount> made(Function&& function) {
 template <int kCount, typename Function, typename... Other>
 __device__ inline Lanes<kCount> each(Function&& function, const Lanes<kCount>& first, const Other&... other) {
   Lanes<kCount> result;
-#pragma unroll
   for (int i = 0; i < kCount; ++i) result.lane[i] = function(first.lane[i], other.lane[i]...);
   return result;
 }
 
 // Return true if the magnitudes of all lanes are between `least` and `most`. False if one is a NaN.
 template <int kCount>
-__device__ inline bool are_moderate(const Lanes<kCount>& lanes, float least, float most) {
+__device__ inline bool are_moderate(const Lanes<kCount>& lanes, float least, float most = cuda::kNoLimit) {
   bool moderate = true;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) moderate &= fabsf(lanes.lane[i]) >= least && fabsf(lanes.lane[i]) <= most;
+  for (float x : lanes.lane) moderate &= fabsf(x) >= least && (most == cuda::kNoLimit || fabsf(x) <= most);
   return moderate;
 }
 
@@ -84,15 +80,10 @@ __device__ inline Lanes<kCount> multiply_add(
 }
 template <int kCount>
 __device__ inline Lanes<kCount> root(const Lanes<kCount>& x) {
-  Lanes<kCount> roots;
-  if (kCount > 1 && are_moderate(x, 0x1p-100f, 0x1p126f)) {
-    roots = each([](float x) { return cuda::moderate_root(x); }, x);
-  } else {
-    roots = each([](float x) { return sqrtf(x); }, x);
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) x.root[i] = roots.lane[i];
-  x.has_roots = true;
+  const Lanes<kCount> roots = kCount > 1 && are_moderate(x, 0x1p-100f, 0x1p126f)
+      ? each([](float x) { return cuda::moderate_root(x); }, x)
+      : each([](float x) { return sqrtf(x) + 0.0f; }, x);  // -0 becomes 0
+  memcpy(x.root, roots.lane, sizeof(x.root)), x.has_roots = true;
   return roots;
 }
 template <int kCount>
@@ -118,20 +109,36 @@ struct Divisor {
   __device__ explicit Divisor(float divisor) : divisor(divisor), inverse(1 / divisor) {}
   __device__ bool is_one() const { return divisor == 1; }
 
-  __device__ float divide(float x) const {
-    const float quotient = x * inverse;
-    // How much the quotient is too large, times the divisor. It is subtracted below, and subtracting 0 keeps
-    // the sign of a zero. If x or the quotient is infinite, this is not finite, and the quotient is not
-    // corrected.
-    const float excess = fmaf(quotient, divisor, -x);
-    const float corrected = fmaf(-excess, inverse, quotient);
-    return fabsf(excess) <= cuda::largest(excess) ? corrected : quotient;
-  }
+  // Returns how much x * inverse is too large, times the divisor. It is not finite if x or the quotient is
+  // infinite.
+  __device__ float excess(float x) const { return fmaf(x * inverse, divisor, -x); }
+  // Divides if the excess is finite. It is subtracted, and subtracting 0 keeps the sign of a zero.
+  __device__ float divide_finite(float x) const { return fmaf(-excess(x), inverse, x * inverse); }
   template <int kCount>
   __device__ Lanes<kCount> divide(const Lanes<kCount>& x) const {
-    return each([this](float x) { return divide(x); }, x);
+    float total = fabsf(excess(x.lane[0]));
+    for (int i = 1; i < kCount; ++i) total += fabsf(excess(x.lane[i]));
+    if (total <= cuda::largest(total)) return each([this](float x) { return divide_finite(x); }, x);
+    return each([this](float x) { return cuda::is_finite(excess(x)) ? divide_finite(x) : x * inverse; }, x);
   }
 };
+
+// Returns above / (divisor.divide(root(x)) + eps). One branch decides for all lanes that all numbers are far
+// from the ends of float32's range. An infinite or negative x then gives a NaN as the denominator.
+template <int kCount>
+__device__ inline Lanes<kCount> over_root(
+    const Lanes<kCount>& above, const Lanes<kCount>& x, const Divisor& divisor, float eps) {
+  if constexpr (kCount > 1) {
+    const auto roots = each([](float x) { return cuda::moderate_root(x); }, x);
+    const auto below = each([&](float root) { return divisor.divide_finite(root) + eps; }, roots);
+    if (are_moderate(x, 0x1p-100f) & are_moderate(above, 0x1p-95f, 0x1p62f) &
+        are_moderate(below, 0x1p-64f, 0x1p30f)) {
+      memcpy(x.root, roots.lane, sizeof(x.root)), x.has_roots = true;
+      return each([](float a, float b) { return cuda::moderate_quotient(a, b); }, above, below);
+    }
+  }
+  return above / (divisor.divide(root(x)) + Lanes<kCount>(eps));
+}
 
 // A choice between two numbers that is the same for all elements, so all threads take the same branch.
 struct Choice {
@@ -143,5 +150,8 @@ struct Choice {
     return each([this](float first, float second) { return is_first ? first : second; }, first, second);
   }
 };
+
+// Return true if a branch skips both choices because neither takes the first number.
+__device__ inline bool jumps_over(const Choice& a, const Choice& b) { return !(a.is_first | b.is_first); }
 
 }  // namespace amp_plugin

@@ -48,6 +48,16 @@ __device__ inline u32 count_block(u32* count) {
 // Returns `high` with its lowest byte replaced by byte `i` of `word`.
 __device__ inline u32 byte_behind(u32 high, u32 word, int i) { return __byte_perm(word, high, 0x7650 + i); }
 
+// Returns byte `kByte` of each of four words. For 11 it returns 255 for each word whose highest bit is set,
+// and 0 for the others.
+template <int kByte>
+__device__ inline u32 bytes_of(const u32 (&words)[4]) {
+  u32 first, last;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(first) : "r"(words[0]), "r"(words[1]), "n"(0x11 * kByte + 0x40));
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(last) : "r"(words[2]), "r"(words[3]), "n"(0x11 * kByte + 0x40));
+  return __byte_perm(first, last, 0x5410);
+}
+
 // Returns the square root of a number between 2^-100 and 2^127, rounded as sqrtf does. No branch handles
 // other numbers.
 __device__ inline float moderate_root(float x) {
@@ -208,11 +218,9 @@ __device__ inline Packet<T, kCount> narrowed(const typename T::Wide (&wide)[kCou
   Packet<T, kCount> packet;
   if constexpr (sizeof(T) == 2 && kCount % 2 == 0) {
     u32 words[kCount / 2];
-#pragma unroll
     for (int i = 0; i < kCount / 2; ++i) words[i] = T::narrow_two(wide[2 * i], wide[2 * i + 1]);
     memcpy(&packet, words, sizeof(packet));
   } else {
-#pragma unroll
     for (int i = 0; i < kCount; ++i) packet.element[i] = T::narrow(wide[i]);
   }
   return packet;
@@ -224,7 +232,6 @@ __device__ inline u32 non_finite_marks(const Packet<T, kCount>& packet) {
   constexpr int kWords = (sizeof(packet) + 3) / 4, kStep = sizeof(T) == 8 ? 2 : 1;
   u32 words[kWords] = {}, marks = 0;
   memcpy(words, &packet, sizeof(packet));
-#pragma unroll
   for (int i = kStep - 1; i < kWords; i += kStep) marks |= (words[i] & T::kExponents) + T::kCarry;
   return marks & T::kSigns;
 }

@@ -206,6 +206,14 @@ T __shfl_xor_sync(unsigned, T value, unsigned mask) {
   return value;
 }
 
+template <typename T>
+T __shfl_sync(unsigned, T value, unsigned lane) {
+  uint64_t word = 0;
+  memcpy(&word, &value, sizeof(T));
+  memcpy(&value, &emulation::exchange(word)[lane], sizeof(T));
+  return value;
+}
+
 // Returns the number of threads of the block that vote true.
 static inline int __syncthreads_count(bool vote) {
   static unsigned rounds[emulation::kMostThreads];
@@ -217,8 +225,7 @@ static inline int __syncthreads_count(bool vote) {
   return votes[round % 3];
 }
 
-// Adds with rounding to zero. Kernels call it with 2^23 and a number below 2^23, whose sum is exact in
-// float64.
+// Adds with rounding to zero. Kernels call it with numbers whose sum is exact in float64.
 static inline float __fadd_rz(float a, float b) {
   const double sum = double(a) + double(b);
   const float nearest = float(sum);
@@ -249,6 +256,18 @@ To same_bits(From from) {
   return to;
 }
 
+// Clamps to the numbers from 0 to 1. A NaN becomes 0.
+static inline float __saturatef(float x) { return x > 0 ? (x < 1 ? x : 1.0f) : 0.0f; }
+
+// Returns the bytes of two words, counted from 0 to 7, that the four lowest digits of `choice` name.
+static inline unsigned __byte_perm(unsigned low, unsigned high, unsigned choice) {
+  const uint64_t words = low | uint64_t(high) << 32;
+  unsigned result = 0;
+  for (unsigned i = 0; i < 4; ++i)
+    result |= unsigned(words >> (8 * (choice >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return result;
+}
+
 static inline float __uint_as_float(unsigned word) { return same_bits<float>(word); }
 static inline unsigned __float_as_uint(float value) { return same_bits<unsigned>(value); }
 static inline double __longlong_as_double(long long word) { return same_bits<double>(word); }
@@ -277,6 +296,15 @@ static inline float exp2_approximate(float x) {
 
 static inline unsigned byte_behind(unsigned high, unsigned word, int i) {
   return (high & 0xffffff00u) | (word >> (8 * i) & 0xffu);
+}
+template <int kByte>
+unsigned bytes_of(const unsigned (&words)[4]) {
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned byte = kByte == 11 ? (words[i] >> 31) * 255u : words[i] >> (8 * kByte) & 0xffu;
+    result |= byte << (8 * i);
+  }
+  return result;
 }
 // The results are those of the GPU, which rounds to nearest too.
 static inline float moderate_root(float x) { return sqrtf(x); }

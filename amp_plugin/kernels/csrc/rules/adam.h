@@ -13,8 +13,7 @@ struct Moments : Counted {
 
   explicit Moments(const double* numbers)
       : gradient(numbers[kMaximize] != 0, numbers[kWeightDecay], numbers[kDecoupled] == 0),
-        shrinks(numbers[kWeightDecay] != 0 && numbers[kDecoupled] != 0),
-        kept(static_cast<float>(1 - numbers[kLr] * numbers[kWeightDecay])),
+        kept(static_cast<float>(1 - numbers[kLr] * numbers[kWeightDecay] * numbers[kDecoupled])),
         first(1 - numbers[kBeta1]),
         beta2(static_cast<float>(numbers[kBeta2])),
         square(static_cast<float>(1 - numbers[kBeta2])),
@@ -24,13 +23,12 @@ struct Moments : Counted {
   template <typename Real>
   void move(Real& param, Real& grad, Real* states) const {
     grad = gradient.of(param, grad);
-    param = shrinks.of(param * Real(kept), param);
+    param = param * Real(kept);
     states[0] = first.of(states[0], grad);
     states[1] = multiply_add(Real(square) * grad, grad, states[1] * Real(beta2));
   }
 
   Gradient gradient;
-  Choice shrinks;
   float kept;
   Lerp first;
   float beta2, square, eps;
@@ -51,7 +49,7 @@ struct Adam : Moments {
     move(param, grad, states);
     if constexpr (amsgrad) states[2] = larger(magnitude(states[2]), magnitude(states[1]));
     const Real& second = states[amsgrad ? 2 : 1];
-    return param + Real(step_size) * states[0] / (correction.divide(root(second)) + Real(eps));
+    return param + over_root(Real(step_size) * states[0], second, correction, eps);
   }
 
  private:

@@ -49,6 +49,7 @@ struct Gradient {
 
   template <typename Real>
   Real of(const Real& param, const Real& grad) const {
+    if (jumps_over(negates, decays)) return grad;
     const Real signed_grad = negates.of(-grad, grad);
     return decays.of(multiply_add(param, Real(decay), signed_grad), signed_grad);
   }
