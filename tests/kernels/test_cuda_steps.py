@@ -10,6 +10,7 @@ from amp_plugin.kernels import ops, reference  # noqa: F401 - defines torch.ops.
 from amp_plugin.kernels.state_codes import encode
 from tests.host_device import host_device
 from tests.kernels.steps_of_torch import adam_, sgd_
+from tests.kernels.test_step_rules import FORMS, NUMBERS, tensors_of, values_of
 
 pytestmark = pytest.mark.gpu
 
@@ -183,6 +184,20 @@ def test_codes_of_the_largest_and_the_smallest_numbers_are_the_cpus_bit_for_bit(
                 sgd_(OP, *lists, **SGD)
         if host_device.LOADED:
             assert_same_bits([*ours_by_adam, *ours_by_sgd], [*by_adam, *by_sgd])
+
+
+@pytest.mark.parametrize("name", reference.RULES)
+def test_every_rule_is_the_cpus_bit_for_bit(device, name):
+    """Codes beyond the last element do not count."""
+    numbers = [NUMBERS[number] for number in reference.RULES[name].numbers]
+    grads = (torch.float32, torch.bfloat16, torch.float16)
+    for how, form, grad in itertools.product(("fp32", "pair"), FORMS, grads):
+        host = copied(tensors_of(name, how, form, grad))
+        ours = moved(host, device)
+        OP.step_(*host, name, numbers, grad_scale=torch.tensor(3.7))
+        OP.step_(*ours, name, numbers, grad_scale=torch.tensor(3.7, device=device))
+        if host_device.LOADED:
+            assert_same_bits([*values_of(name, ours)[:2], ours[1]], [*values_of(name, host)[:2], host[1]])
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
