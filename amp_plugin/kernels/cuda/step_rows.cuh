@@ -109,14 +109,16 @@ struct Raw {
   __device__ u16 half(int i) const { return u16(word[i / 2] >> (16 * (i % 2))); }
 };
 
+template <typename T, int kCount>
+__device__ inline void fill(Raw<kCount>& raw, u64 address) {
+  const auto packet = load_packet(reinterpret_cast<const Packet<T, kCount>*>(address));
+  memcpy(&raw, &packet, sizeof(packet));
+}
+
 template <int kCount>
 __device__ inline Raw<kCount> load_raw(u64 address, u32 at, bool is_wide) {
   Raw<kCount> raw{};
-  const auto load = [&](auto packet) {
-    packet = load_packet(reinterpret_cast<const decltype(packet)*>(address + u64(at) * (is_wide ? 4 : 2)));
-    memcpy(&raw, &packet, sizeof(packet));
-  };
-  is_wide ? load(Packet<Float32, kCount>{}) : load(Packet<BFloat16, kCount>{});
+  is_wide ? fill<Float32>(raw, address + u64(at) * 4) : fill<BFloat16>(raw, address + u64(at) * 2);
   return raw;
 }
 
@@ -206,8 +208,7 @@ __device__ inline RawParam<kCount> load_raw_param(const Parameter& parameter, u3
 
 template <int kCount>
 __device__ inline Lanes<kCount> widen_param(const Parameter& parameter, const RawParam<kCount>& raw) {
-  if (parameter.is_pair) return join_pair(raw.whole, raw.low);
-  return widen_float32(raw.whole);
+  return parameter.is_pair ? join_pair(raw.whole, raw.low) : widen_float32(raw.whole);
 }
 
 template <int kCount>
@@ -514,8 +515,7 @@ __device__ inline void divide_all(const Table& table, const Divisor& divisor) {
   if (divisor.is_one()) return;
   for_each_piece(table, [&](const Row&, u32 tensor, u32 begin_granule, u32 end_granule) {
     Parameter parameter(table, tensor);
-    const bool aligned = parameter.is_grad_aligned(kGroup);
-    const ElementRange range(parameter.numel, begin_granule, end_granule, aligned);
+    const ElementRange range(parameter.numel, begin_granule, end_granule, parameter.is_grad_aligned(kGroup));
     parameter.start_at<rules::StateList<>>(range.begin);
     divide_range<kGroup>(parameter, 0, range.groups_end, divisor);
     divide_range<1>(parameter, range.groups_end, range.end, divisor);
