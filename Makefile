@@ -48,9 +48,10 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREA
 # test-whole` runs them there too.
 WITHOUT_OPS := accelerate_defects accelerate_install accelerate_models accelerate_settings \
 	averages_follow_landed_steps batches_without_a_loss checkpoints_of_release_0_3 deepspeed \
-	formats_below_16_bits ignite lightning_habits lightning_monitor lightning_stock_defects \
-	lightning_subclasses option_sources poisoned_batches run_lasts_as_long_as_the_process spikes_left_out \
-	takeover transformers_trainer words
+	formats_below_16_bits hydra ignite lightning_cli lightning_habits lightning_monitor \
+	lightning_stock_defects lightning_subclasses option_sources poisoned_batches \
+	run_lasts_as_long_as_the_process spikes_left_out takeover trackers_get_records transformers_trainer \
+	watchers_of_unusual_modules words
 NATIVE_SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 PARALLEL := -n $(JOBS) --dist worksteal
 # The compiler's own tests need NVRTC, which the host device stands in for.

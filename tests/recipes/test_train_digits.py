@@ -141,7 +141,7 @@ def test_three_precisions_agree():
     assert [fp16, bf16] == pytest.approx([fp32] * 2, abs=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.whole_run
 def test_the_program_runs_without_a_warning(tmp_path):
     words = ["epochs=1", "batch_size=256", "width=4", f"output={tmp_path}"]
     done = warm_processes.call(digits_as_script_and_as_module, words)
