@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from amp_plugin.weights.store import store_weights as store_weights
 
 # A release commit removes ".dev0", and the next commit sets the next version with ".dev0".
-__version__ = "0.4.0.dev0"
+__version__ = "0.4.0"
 
 _NAMES = {  # maps modules to their public names
     "casting.cast_log": ("log_casts",),
