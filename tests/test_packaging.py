@@ -186,7 +186,7 @@ def test_make_refuses_a_python_that_is_too_old(tmp_path: Path) -> None:
 def test_between_releases_the_version_is_a_development_version() -> None:
     """Otherwise two packages would have the same version, and pip would not install the newer one."""
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    released = re.findall(r"^## \[(.+?)\](?:.*)\n+(.*)", changelog, re.MULTILINE)
+    released = re.findall(r"^## \[(.+?)\].*\n+(?=(.*))", changelog, re.MULTILINE)
     (unreleased, first_line), (newest, _), *_ = released
     assert unreleased == "Unreleased"
     version, _, development = amp_plugin.__version__.partition(".dev")
