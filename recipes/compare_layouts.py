@@ -64,7 +64,7 @@ def train(run: Run) -> float:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
 
 def compare(folder: Path) -> dict[str, RunComparison]:
