@@ -33,6 +33,7 @@ class Run:
     path: Path
     is_sharded: bool = True
     forgets_last: bool = False
+    device: str = "cpu"
 
 
 class Classifier(nn.Module):
@@ -49,15 +50,15 @@ class Classifier(nn.Module):
 
 def train(run: Run) -> float:
     """Train one rank of a run and record it. Return the last loss."""
-    with process_group("cpu") as (rank, ranks):
+    with process_group(run.device) as (rank, ranks):
         torch.manual_seed(0)
         model = Classifier()
         if run.is_sharded:
-            mesh = dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("data",))
+            mesh = dist.init_device_mesh(run.device, (ranks,), mesh_dim_names=("data",))
             left_out = set(model.last.parameters()) if run.forgets_last else None
             fully_shard(model, mesh=mesh, ignored_params=left_out)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        batches = digits_batches(digits_loaders(batch_size=BATCH, seed=0), steps=STEPS, device="cpu")
+        batches = digits_batches(digits_loaders(batch_size=BATCH, seed=0), steps=STEPS, device=run.device)
         with record_run(run.path, steps=STEPS):
             for images, labels in batches:
                 loss = cross_entropy(model(images.chunk(ranks)[rank]), labels.chunk(ranks)[rank])
