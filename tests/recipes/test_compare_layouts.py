@@ -33,7 +33,6 @@ def test_fsdp2_is_silent_and_a_layer_that_it_leaves_out_is_named(tmp_path: Path)
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.whole_run
 def test_the_recipe_runs_to_its_end(tmp_path: Path) -> None:
     healthy, forgotten = compare(tmp_path).values()
     assert healthy.is_clean
