@@ -175,6 +175,7 @@ def test_a_program_has_its_own_losses_under_amp_plugin_run(make, tmp_path, capsy
     assert taken.stderr.endswith(used)
 
 
+@pytest.mark.slow
 @pytest.mark.whole_run
 def test_a_program_learns_under_accelerate_launch(tmp_path):
     script = tmp_path / "trainer.py"

@@ -330,8 +330,8 @@ def swept() -> None:
 
 FLAG = ("norm_check", "measure.cuh", "&table.marks[tensor], found", "&table.marks[tensor / 2], found")
 PIECES = ("norm_check", "measure.cuh", "norm.join(mine.total, found.total)", "found.total")
-DIVIDED = "grad.lane[i] = divisor.divide(grad.lane[i])"
-QUOTIENT = ("step", "step_rows.cuh", DIVIDED, "grad.lane[i] *= divisor.inverse")
+MULTIPLIED = "grad = each([&](float x) { return x * divisor.inverse; }, grad)"
+QUOTIENT = ("step", "step_rows.cuh", "grad = divisor.divide(grad)", MULTIPLIED)
 
 
 def with_fault(folder, kernel, file, right, wrong):
