@@ -128,7 +128,7 @@ class StepRecorder:
     def __init__(self, to: str | Path | Callable[[StepRecord], Any] | None) -> None:
         self._to = to if to is None or callable(to) else Path(to).absolute()
         # For each step whose numbers are being copied: CUDA events, and a function that makes the record.
-        # None after a record could not be written.
+        # Set to None once a record cannot be written. No step is recorded after that.
         self._waiting: deque[tuple[Sequence[torch.Event], Callable[[], StepRecord]]] | None = deque()
         self._last = time.time()  # the time of the step before
 

@@ -98,9 +98,10 @@ def test_raise_waits_for_the_loss_scale(weights):
     one.train(scaler, math.inf, math.inf)
     with pytest.raises(FloatingPointError, match=r"are not finite \(inf in 3 gradients.*'skip' goes on"):
         one.train(scaler, math.inf)
-    constant = GradScaler("cpu", init_scale=4.0, dynamic=False, on_nonfinite="raise")
-    with pytest.raises(FloatingPointError, match=r"are not finite at a loss scale of 4 \(inf"):
-        one.train(constant, math.inf)
+    for scale, text in ((4.0, "4"), (2.0**20, "1048576")):
+        constant = GradScaler("cpu", init_scale=scale, dynamic=False, on_nonfinite="raise")
+        with pytest.raises(FloatingPointError, match=rf"are not finite at a loss scale of {text} \(inf"):
+            one.train(constant, math.inf)
 
 
 def test_ignore_is_torchs_step(weights):
