@@ -57,35 +57,6 @@ def overrides_private(kind: type) -> bool:
     return any(getattr(kind, name) is not getattr(_TORCHS, name) for name in _PRIVATE)
 
 
-class _StandsIn(ABCMeta):
-    """The metaclass of the stand-in classes, which replace torch's scaler classes during the run.
-
-    For a stand-in class, ``isinstance`` and ``issubclass`` return the same as for torch's class. The
-    metaclass derives from ABCMeta, so that a program's subclass may also be abstract.
-    """
-
-    def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
-        """Create a subclass.
-
-        If the subclass overrides private methods of torch's scaler, its base is torch's own class and not the
-        stand-in class.
-        """
-        mixins = (kind for base in bases for kind in base.__mro__ if not issubclass(kind, _TORCHS))
-        if any(_PRIVATE & names.keys() for names in (namespace, *map(vars, mixins))):
-            bases = tuple(vars(base).get("_stands_for", base) for base in bases)
-        if not any(isinstance(base, mcls) for base in bases):
-            return type(name, bases, namespace, **options)
-        return super().__new__(mcls, name, bases, namespace, **options)
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        kind = vars(cls).get("_stands_for")
-        return super().__instancecheck__(instance) if kind is None else isinstance(instance, kind)
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        kind = vars(cls).get("_stands_for")
-        return super().__subclasscheck__(subclass) if kind is None else issubclass(subclass, kind)
-
-
 @contextmanager
 def scalers_taken(
     may_take: Callable[[type], bool],
@@ -114,7 +85,7 @@ def scalers_taken(
 
     def reduce_as_torchs(scaler: Any, protocol: Any) -> Any:
         kind = type(scaler)
-        if not isinstance(kind, _StandsIn):
+        if stand_in not in kind.__mro__:
             kind = vars(kind).get("_stands_for")
         if kind is None:  # the scaler does not replace a torch scaler
             return reduce(scaler, protocol)
@@ -122,13 +93,13 @@ def scalers_taken(
         made_empty = copyreg._reconstructor, (kind, object, None)  # type: ignore[attr-defined]
         return *made_empty, _state_of_torchs(scaler)
 
+    stand_in = _stand_in(start)
     with ExitStack() as undo:
         undo.enter_context(
             standing_in(GradScaler, _TORCHS, may_take=may_take, arguments=arguments, made=made)
         )
         undo.enter_context(replaced(_TORCHS, "__setstate__", restore))
         undo.enter_context(replaced(GradScaler, "__reduce_ex__", reduce_as_torchs))
-        stand_in = _stand_in(start)
         for first, *others in _MODULES:
             theirs = importlib.import_module(first).GradScaler
             ours = stand_in if theirs is _TORCHS else _made(theirs, (theirs, stand_in), {})
@@ -147,7 +118,10 @@ def _load(scaler: Any, state: Mapping[str, Any], start: _Start) -> None:
 
 
 def _stand_in(start: _Start) -> type:
-    """Return the class that replaces ``torch.amp.GradScaler`` during the run."""
+    """Return the class that replaces ``torch.amp.GradScaler`` during the run.
+
+    For the class, ``isinstance`` and ``issubclass`` return the same as for ``torch.amp.GradScaler`` itself.
+    """
 
     @functools.wraps(_TORCHS.__init__)
     def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
@@ -165,8 +139,35 @@ def _stand_in(start: _Start) -> type:
         else:
             GradScaler.__setstate__(scaler, state)
 
-    named = {"__init__": init, "__setstate__": set_state, "state_dict": _state_dict}
+    named = {
+        "__init__": init,
+        "__setstate__": set_state,
+        "state_dict": _state_dict,
+        "__init_subclass__": classmethod(_init_subclass),
+        "__subclasshook__": classmethod(_is_superclass_of),
+    }
     return _made(_TORCHS, (GradScaler,), named)
+
+
+def _init_subclass(kind: Any, /, **options: Any) -> None:
+    """Derive a new subclass from torch's own class if it overrides private methods of torch's scaler.
+
+    ``kind`` is the new class. Python calls this function for each subclass that the program defines.
+    """
+    super(GradScaler, kind).__init_subclass__(**options)
+    mixins = (base for base in kind.__mro__ if not issubclass(base, _TORCHS))
+    if any(_PRIVATE & vars(owner).keys() for owner in (kind, *mixins)):
+        kind.__bases__ = tuple(vars(base).get("_stands_for", base) for base in kind.__bases__)
+
+
+def _is_superclass_of(kind: type, other: type, /) -> bool:
+    """Return whether the torch class that ``kind`` stands in for is a superclass of ``other``.
+
+    ABCMeta calls this function for ``isinstance`` and ``issubclass``. Subclasses of a stand-in class stand in
+    for no torch class. For a subclass the result is NotImplemented, and ABCMeta decides.
+    """
+    theirs = vars(kind).get("_stands_for")
+    return NotImplemented if theirs is None else issubclass(other, theirs)
 
 
 def _state_dict(scaler: Any) -> dict[str, Any]:
@@ -182,10 +183,13 @@ def _state_dict(scaler: Any) -> dict[str, Any]:
 
 
 def _made(theirs: type, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
-    """Return a class that stands in for a torch class and has its name."""
+    """Return a class that stands in for a torch class and has its name.
+
+    The metaclass is ABCMeta, so that a program's subclass may also be abstract.
+    """
     named = {name: getattr(theirs, name) for name in ("__module__", "__qualname__", "__doc__")}
     everything = {**named, "_stands_for": theirs, **namespace}
-    return ABCMeta.__new__(_StandsIn, theirs.__name__, bases, everything)
+    return ABCMeta(theirs.__name__, bases, everything)
 
 
 def _state_of_torchs(scaler: Any) -> dict[str, Any]:

@@ -73,6 +73,19 @@ def test_names_agree_as_in_torch():
     assert not isinstance(object(), torch.amp.GradScaler)
 
 
+def test_classes_of_torch_are_related_to_torchs_names_as_in_torch():
+    class Late(torch.amp.GradScaler):
+        pass
+
+    for kind in (STOCK, Early, Late, type(Early("cpu"))):
+        assert issubclass(kind, torch.amp.GradScaler)
+        assert not issubclass(kind, torch.cuda.amp.GradScaler)
+    for kind in (STOCK, Early, torch.amp.GradScaler):
+        assert not issubclass(kind, Late)
+    assert isinstance(Early("cpu"), torch.amp.GradScaler)
+    assert not isinstance(torch.amp.GradScaler("cpu"), (Late, Early))
+
+
 def test_a_subclass_is_the_programs_class():
     class Counting(torch.amp.GradScaler):
         steps = 0
@@ -114,14 +127,32 @@ def test_a_class_that_overrides_private_methods_is_torchs(capfd):
         def _unscale_grads_(self, *args):
             return torch.amp.GradScaler._unscale_grads_(self, *args)
 
+    class OnCpu(torch.cpu.amp.GradScaler):
+        def _unscale_grads_(self, *args):
+            return super()._unscale_grads_(*args)
+
     class Mixin:
+        def __init_subclass__(cls, *, note, **options):
+            super().__init_subclass__(**options)
+            cls.note = note
+
         def _maybe_opt_step(self, *args, **kwargs):
             return super()._maybe_opt_step(*args, **kwargs)
 
-    class Mixed(Mixin, torch.amp.GradScaler):
+    class Mixed(Mixin, torch.amp.GradScaler, note="mixed"):
         pass
 
-    scalers = [Inner(), Mixed("cpu", init_scale=8.0)]
+    class Abstract(Mixin, abc.ABC, torch.amp.GradScaler, note="abstract"):
+        pass
+
+    with pytest.warns(FutureWarning):
+        scalers = [
+            Inner(),
+            Mixed("cpu", init_scale=8.0),
+            Abstract("cpu", init_scale=8.0),
+            OnCpu(init_scale=8.0),
+        ]
+    assert (Mixed.note, Abstract.note) == ("mixed", "abstract")
     said = capfd.readouterr().err
     for scaler in scalers:
         assert not isinstance(scaler, amp_plugin.GradScaler)
