@@ -261,12 +261,13 @@ def record(
     *,
     rate: float = 0.0,
     seed: int = 0,
+    steps: int = STEPS,
     simulation: AbstractContextManager[object] | None = None,
     placements: dict[str, list[Placement]] | None = None,
 ) -> None:
     """Train and record. With a mesh the model is sharded, else there is one process."""
     generator = torch.Generator().manual_seed(3 + seed)
-    data = [torch.randint(0, WORDS, (BATCH, TOKENS + 1), generator=generator) for _ in range(STEPS)]
+    data = [torch.randint(0, WORDS, (BATCH, TOKENS + 1), generator=generator) for _ in range(steps)]
     with simulation or nullcontext():
         train(path, mesh, bug, data, rate=rate, seed=seed, placements=placements)
 
@@ -285,7 +286,7 @@ def train(
     grid = Grid(mesh, bug)
     net = Net(grid, is_tied=mesh is None)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with record_run(path, steps=STEPS, mesh=mesh, placements=placements):
+    with record_run(path, steps=len(data), mesh=mesh, placements=placements):
         for step, tokens in enumerate(data):
             inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
             targets[: BATCH // 2, : TOKENS // 2] = -100  # the first half of the batch has fewer targets
@@ -322,14 +323,15 @@ def step_shards(net: Net, grid: Grid, optimizer: torch.optim.Optimizer) -> None:
             weight.copy_(grid.gathered(own, 0, "data"))
 
 
-def record_all(folder: Path, bugs: list[str], seed: int = 0) -> None:
+def record_all(folder: Path, bugs: list[str], seed: int = 0, steps: int = STEPS) -> None:
     """On this rank of four, record a healthy run, one with dropout, and one for each bug."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    record(folder / "healthy.amp", mesh, seed=seed)
-    record(folder / "dropout.amp", mesh, rate=0.2, seed=seed)
+    options = {"seed": seed, "steps": steps}
+    record(folder / "healthy.amp", mesh, **options)
+    record(folder / "dropout.amp", mesh, rate=0.2, **options)
     for bug in bugs:
-        record(folder / f"{bug}.amp", mesh, bug, rate=0.2 if "dropout" in bug else 0.0, seed=seed)
+        record(folder / f"{bug}.amp", mesh, bug, rate=0.2 if "dropout" in bug else 0.0, **options)
     leave()
 
 
@@ -344,8 +346,8 @@ def record_simulated(folder: Path, bugs: list[str]) -> None:
         record(folder / f"{bug or 'healthy'}.amp", mesh, bug, simulation=LocalTensorMode(4))
 
 
-def record_alone(folder: Path, seed: int = 0) -> None:
+def record_alone(folder: Path, seed: int = 0, steps: int = STEPS) -> None:
     """Record the healthy runs on one process."""
     assert "RANK" not in os.environ
-    record(folder / "one.amp", None, seed=seed)
-    record(folder / "one dropout.amp", None, rate=0.2, seed=seed)
+    record(folder / "one.amp", None, seed=seed, steps=steps)
+    record(folder / "one dropout.amp", None, rate=0.2, seed=seed, steps=steps)

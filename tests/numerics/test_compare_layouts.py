@@ -158,10 +158,10 @@ def test_all_healthy_layouts_are_silent(tmp_path: Path, of_ranks: dict[int, list
     assert not loud, "\n\n".join(loud)
 
 
-def record_bugs(folder: Path, bugs: list[str], seed: int = 0) -> None:
+def record_bugs(folder: Path, bugs: list[str], seed: int = 0, steps: int = parallel_by_hand.STEPS) -> None:
     done = [
-        call(parallel_by_hand.record_alone, folder, seed, frameworks=True),
-        *call_on_ranks(4, SECONDS, parallel_by_hand.record_all, folder, bugs, seed),
+        call(parallel_by_hand.record_alone, folder, seed, steps, frameworks=True),
+        *call_on_ranks(4, SECONDS, parallel_by_hand.record_all, folder, bugs, seed, steps),
     ]
     assert all(rank.returncode == 0 for rank in done), "\n".join(rank.stderr for rank in done)
 
@@ -174,7 +174,7 @@ def with_bug(folder: Path, bug: str) -> RunComparison:
 @pytest.fixture(scope="module")
 def bugs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bugs")
-    record_bugs(folder, [QUICK_BUG])
+    record_bugs(folder, [QUICK_BUG], steps=1)
     return folder
 
 

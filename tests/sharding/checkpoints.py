@@ -281,10 +281,39 @@ CROSSED = {
 }
 
 
-def save(folder, _):
-    return {name: kind(folder, strategy).save() for name, (kind, strategy) in KEEPERS.items()}
+# Few runs save and load under each entry point, with each kind of shards, and cross in both directions.
+FEW_KEEPERS = (
+    "by hand fsdp2",
+    "trainer fsdp1",
+    "trainer stored",
+    "fabric fsdp2",
+    "accelerate fsdp1",
+    "accelerate stored",
+)
+FEW_CROSSED = ("trainer stored, into fsdp2", "fabric fsdp2, into stored")
 
 
-def resume(folder, _):
-    runs = {**KEEPERS, **CROSSED}
-    return {name: kind(folder, *options).resume() for name, (kind, *options) in runs.items()}
+def keepers_of(whole):
+    """Return the names of all runs that are saved and resumed, or of a few."""
+    return [*KEEPERS] if whole else FEW_KEEPERS
+
+
+def crossed_of(whole):
+    """Return the names of all runs that load a checkpoint of the other kind, or of a few."""
+    return [*CROSSED] if whole else FEW_CROSSED
+
+
+def save(folder, whole):
+    report = {}
+    for name in keepers_of(whole):
+        kind, strategy = KEEPERS[name]
+        report[name] = kind(folder, strategy).save()
+    return report
+
+
+def resume(folder, whole):
+    report = {}
+    for name in (*keepers_of(whole), *crossed_of(whole)):
+        kind, *options = {**KEEPERS, **CROSSED}[name]
+        report[name] = kind(folder, *options).resume()
+    return report

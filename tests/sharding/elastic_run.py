@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -200,7 +199,3 @@ PROGRAMS = {"whole models": of_whole_models, "stored shards": of_stored_shards}
 def main(folder, program):
     """Run a program. Write whether all ranks of each of its launches finished."""
     (Path(folder) / "ended").write_text(json.dumps(PROGRAMS[program](Path(folder))))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

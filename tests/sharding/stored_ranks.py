@@ -36,7 +36,7 @@ from amp_plugin.weights.weight import stored_weight
 from tests.process_groups import leave
 from tests.sharding.stored import Layout, Net, go_on, policy, shard, train, whole
 
-STEPS, FEW = 50, 5
+STEPS, SOME, FEW = 50, 20, 5
 M_MMAP_THRESHOLD = -3  # of malloc.h: larger blocks go back to Linux when they are freed
 FIRST, SECOND, ALL = "the first pair", "the second pair", "all four ranks"
 
@@ -48,7 +48,7 @@ class Case:
     Attributes:
         ranks: Which ranks make it.
         layout: A name in :func:`layouts_of_two` or :func:`layouts_of_four`.
-        is_long: Whether it takes 50 steps in ``make test`` too.
+        is_long: Whether it takes 20 steps in ``make test``. The others take 5. All take 50 in whole runs.
         is_whole_run: Whether it is made in whole runs only.
     """
 
@@ -61,7 +61,7 @@ class Case:
     is_whole_run: bool = False
 
     def steps(self, whole):
-        return STEPS if whole or self.is_long else FEW
+        return STEPS if whole else SOME if self.is_long else FEW
 
 
 _OTHERS = {"SGD": {"optimizer": "SGD"}, "Lion": {"optimizer": "Lion"}, "8bit": {"state": "8bit"}}
@@ -74,7 +74,7 @@ CASES = {
     "SGD": Case(ranks=SECOND, optimizer="SGD"),
     "Lion": Case(ranks=SECOND, optimizer="Lion"),
     "offloaded": Case(ranks=SECOND, layout="offloaded"),
-    "tensor parallel": Case(ranks=SECOND, layout="tensor parallel", is_long=True),
+    "tensor parallel": Case(ranks=SECOND, layout="tensor parallel"),
     "hsdp": Case(ranks=ALL, layout="hsdp"),
     "two-dimensional": Case(ranks=ALL, layout="two-dimensional"),
     "no reshard": Case(ranks=ALL, layout="no reshard", optimizer="SGD", is_whole_run=True),
@@ -231,10 +231,10 @@ def load(run, layout, path):
     )
 
 
-def checkpoints(folder, four, two):
+def checkpoints(folder, four, two, is_whole_run):
     """Save a stored run and a float32 run on four ranks. Each pair of ranks loads both and continues training.
 
-    Both are loaded into a model with stored weights and into a float32 model.
+    Each kind loads the other kind. In a whole run it also loads its own kind.
     """
     saved = {}
     for stored in (False, True):
@@ -253,7 +253,8 @@ def checkpoints(folder, four, two):
         "still stored": [],
     }
     ends, layout = [], two["fsdp2"]
-    for of_stored, into_stored in itertools.product((False, True), repeat=2):
+    pairs = itertools.product((False, True), repeat=2)
+    for of_stored, into_stored in pairs if is_whole_run else [(False, True), (True, False)]:
         path, weights, full = saved[of_stored]
         run = train(layout, stored=into_stored, steps=1, seed=5)
         load(run, layout, path)
@@ -268,14 +269,15 @@ def checkpoints(folder, four, two):
     return report
 
 
-# Where a checkpoint is loaded that four ranks have saved.
-LOADED_BY = ("fsdp2", "tensor parallel", "hsdp", "two-dimensional", "one process")
+# Where a checkpoint is loaded that four ranks have saved. Few runs load it on two ranks and on one.
+LOADED_BY = ("tensor parallel", "one process", "fsdp2", "hsdp", "two-dimensional")
+FEW_LOADED_BY = LOADED_BY[:2]
 
 
 def layouts(folder, four, two, is_whole_run):
-    """Save runs in layouts of four ranks and load each in five layouts of four ranks, two and one.
+    """Save a stored run on a mesh of two dimensions. Float32 runs load it in two other layouts.
 
-    A stored run is loaded by float32 runs. In a whole run, each kind loads each kind.
+    In a whole run, three layouts save both kinds of runs, and both kinds load each in five layouts.
     """
     known = {"one process": Layout(), **two, **four}
     known = {name: replace(layout, is_tied=False) for name, layout in known.items()}
@@ -290,7 +292,7 @@ def layouts(folder, four, two, is_whole_run):
         dcp.save(state, checkpoint_id=path)
         saved[name, stored] = path, [whole(state["model"]), whole(state["optimizer"]["state"])]
     report = {}
-    for into in LOADED_BY:
+    for into in LOADED_BY if is_whole_run else FEW_LOADED_BY:
         ends = {}
         for stored in (False, True) if is_whole_run else (False,):
             run = train(known[into], stored=stored, steps=1, seed=5)
@@ -320,7 +322,7 @@ def main(folder, is_whole_run):
             layout = (four if case.ranks == ALL else two)[case.layout]
             parts[name] = partial(compared, case, layout, group, case.steps(is_whole_run))
     parts |= {part.__name__: partial(part, inside) for part in (counted, measured, refusals, gathered)}
-    parts["checkpoints"] = partial(checkpoints, folder, four, two)
+    parts["checkpoints"] = partial(checkpoints, folder, four, two, is_whole_run)
     parts["layouts"] = partial(layouts, folder, four, two, is_whole_run)
     report = {}
     for name, part in parts.items():

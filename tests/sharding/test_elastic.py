@@ -1,12 +1,11 @@
 """A rank is killed during a run. torchrun restarts all ranks, or fewer of them, and nothing is lost."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.sharding.elastic_run import END, KILLED_AT, SAVED_EVERY
+from tests.sharding.elastic_run import END, KILLED_AT, SAVED_EVERY, main
+from tests.warm_processes import call
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
@@ -23,8 +22,7 @@ def stored_runs(tmp_path_factory):
 
 def seen_by(folder, program):
     """Return step, loss, loss scale and skipped steps after each step of each run of a program."""
-    command = [sys.executable, "-m", "tests.sharding.elastic_run", str(folder), program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = call(main, folder, program, frameworks=True)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = {
         path.parent.name: [json.loads(line) for line in path.read_text().splitlines()]

@@ -5,28 +5,34 @@ import json
 import pytest
 
 from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
-from tests.sharding.checkpoints import CROSSED, KEEPERS
-from tests.sharding.fronts import FRONTS, STRATEGIES
-from tests.sharding.parts import overflow_ways
+from tests.sharding.checkpoints import crossed_of, keepers_of
+from tests.sharding.fronts import FRONTS
+from tests.sharding.parts import RUNS, equality_runs, overflow_ways
 from tests.sharding.ranks import launch
-from tests.sharding.variants import VARIANTS
+from tests.sharding.variants import variants_of
 from tests.warm_processes import WarmProcess
 
 pytestmark = pytest.mark.dist
 
 # Collectives of a forward and backward pass. Before torch 2.15, modules in fp32 are separate units.
 CALLS = {"fsdp2": 8, "hsdp": 11} if has_dtypes_by_parameter() else {"fsdp2": 14, "hsdp": 19}
-RUNS = [f"{front} {strategy}" for front in FRONTS for strategy in STRATEGIES]
+WHOLE = [pytest.mark.slow, pytest.mark.whole_run]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.whole_run])],
-    ids=["few", "whole"],
-)
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=WHOLE)], ids=["few", "whole"])
 def whole(request):
-    """Return whether each run takes 20 steps, and overflows with both a fused and a plain optimizer."""
+    """Return whether all runs are made: with 20 steps, and overflows with a fused and a plain optimizer."""
     return request.param
+
+
+def each_of(argument, choose):
+    """Parametrize by the few cases of ``choose(False)``, and by all cases in whole runs."""
+    cases = [
+        pytest.param(whole, case, marks=WHOLE if whole else ())
+        for whole in (False, True)
+        for case in choose(whole)
+    ]
+    return pytest.mark.parametrize(("whole", argument), cases, indirect=["whole"], scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +97,7 @@ class TestCollectives:
             assert {dtype for _, dtype, *_ in report["missing"]} == {"fp32", *as_bytes}
 
 
-@pytest.mark.parametrize("run", RUNS)
+@each_of("run", equality_runs)
 def test_a_step_carries_the_plans_collectives_and_one_decision_of_all_ranks(four, run):
     for report in found(four, "equality", run):
         assert_only_the_plans(run, report["last"])
@@ -111,8 +117,8 @@ def assert_only_the_plans(run, report):
     assert found == {}
 
 
-@pytest.mark.parametrize("run", RUNS)
 class TestEveryStrategyUnderEveryFront:
+    @each_of("run", equality_runs)
     def test_steps_are_those_of_one_process(self, four, whole, run):
         for report in found(four, "equality", run):
             assert report["steps"] == (20 if whole else 4)
@@ -120,6 +126,7 @@ class TestEveryStrategyUnderEveryFront:
             assert report["losses"] < 1e-6
             assert report["weights"] < 1e-6
 
+    @each_of("run", lambda whole: [run for run in RUNS if overflow_ways(run, whole)])
     def test_an_overflow_on_one_rank_skips_the_step_on_all(self, four, whole, run):
         for way in overflow_ways(run, whole):
             for report in found(four, "overflow", f"{run} {way}"):
@@ -127,15 +134,20 @@ class TestEveryStrategyUnderEveryFront:
                 assert report["finite"]
                 assert report["scale"] == 2.0**9
 
+    def test_few_runs_still_take_each_strategy_under_each_front(self):
+        assert {*equality_runs(whole=False), *(run for run in RUNS if overflow_ways(run, whole=False))} == {
+            *RUNS
+        }
 
-@pytest.mark.parametrize("variant", VARIANTS)
+
+@each_of("variant", variants_of)
 def test_what_fsdp2_is_used_with_changes_no_number(four, variant):
     for report in found(four, "variants", variant):
         assert report["losses"] < 1e-6
         assert report["weights"] < 1e-6
 
 
-@pytest.mark.parametrize("keeper", KEEPERS)
+@each_of("keeper", keepers_of)
 def test_two_ranks_go_on_where_four_have_saved(four, two, keeper):
     saved, resumed = found(four, "save", keeper)[0], found(two, "resume", keeper)[0]
     assert saved["scale"] == resumed["scale"] == 2.0**9  # one step was skipped before the save
@@ -154,7 +166,7 @@ def test_two_ranks_go_on_where_four_have_saved(four, two, keeper):
     assert resumed["weights"] == pytest.approx(saved["weights"], rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("keeper", CROSSED)
+@each_of("keeper", crossed_of)
 def test_stored_runs_and_float32_runs_load_checkpoints_of_each_other(four, two, keeper):
     saved, resumed = found(four, "save", keeper.partition(",")[0])[0], found(two, "resume", keeper)[0]
     assert saved["scale"] == resumed["scale"] == 2.0**9
