@@ -29,15 +29,22 @@ def is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
     return tensor.is_floating_point() and not tensor.is_meta and tensor.numel() > 0
 
 
-def growth_of(tensor: Tensor, begun: float) -> float:
-    """Return the factor by which a weight's norm has grown from its first value, ``begun``.
+def largest_growth(weights: Iterable[tuple[Tensor | None, float]]) -> float:
+    """Return the largest factor by which the norm of a weight has grown.
 
-    The factor is infinite if the norm is no longer finite.
+    The factor is at least 1. It is infinite if a norm is no longer finite. If the first norm of a weight is
+    smaller than ``0.1 * sqrt(numel)``, the growth is measured from ``0.1 * sqrt(numel)``. A weight whose
+    first norm is inf or nan does not count. This waits for the device.
 
-    If ``begun`` is smaller than ``0.1 * sqrt(numel)``, the growth is measured from ``0.1 * sqrt(numel)``.
+    Args:
+        weights: each weight, or None if it no longer exists, with the norm at which it was first measured.
     """
-    factor = norm(tensor) / max(begun, 0.1 * math.sqrt(tensor.numel()))
-    return math.inf if math.isnan(factor) else factor
+    most = 1.0
+    for weight, begun in weights:
+        if is_measurable(weight) and math.isfinite(begun):
+            factor = norm(weight) / max(begun, 0.1 * math.sqrt(weight.numel()))
+            most = max(most, math.inf if math.isnan(factor) else factor)
+    return most
 
 
 class WeightGrowth:
@@ -60,12 +67,12 @@ class WeightGrowth:
 
     def factor(self) -> float:
         """Return the largest factor by which a weight's norm has grown. This waits for the device."""
-        most = 1.0
-        for model, begun in self._begun.items():
-            for name, param in model.named_parameters():
-                if name in begun and is_measurable(param):
-                    most = max(most, growth_of(param, begun[name]))
-        return most
+        return largest_growth(
+            (param, begun[name])
+            for model, begun in self._begun.items()
+            for name, param in model.named_parameters()
+            if name in begun
+        )
 
     def advice(self) -> str:
         """Return a string that says what to do, or ``""`` if the weights have not grown much."""

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 
 from amp_plugin.numerics.flat_shards import is_flat_unit
-from amp_plugin.numerics.growth import growth_of, is_measurable
+from amp_plugin.numerics.growth import is_measurable, largest_growth
 from amp_plugin.numerics.values import Storages, norm
 
 # Classes of modules that wrap a model.
@@ -115,12 +115,8 @@ class Tracker:
 
     def growth(self) -> float:
         """Return the largest factor by which the norm of a weight has grown since it was first measured."""
-        most = 1.0
-        for reference, name in self._weights.alive() if self.steps else ():
-            tensor, begun = reference(), self._norms.get(name, math.nan)
-            if is_measurable(tensor) and not math.isnan(begun):
-                most = max(most, growth_of(tensor, begun))
-        return most
+        weights = self._weights.alive() if self.steps else ()
+        return largest_growth((weight(), self._norms.get(path, math.nan)) for weight, path in weights)
 
     def in_backward(self, task: int) -> None:
         """Count a backward pass at its first op.

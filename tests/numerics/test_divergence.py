@@ -58,6 +58,16 @@ def test_nan_weights_have_grown_and_nobody_is_kept_alive_or_pickled():
     assert growth.factor() == 1.0
 
 
+@pytest.mark.parametrize("begun", [float("nan"), float("inf")])
+def test_weights_that_begin_without_a_finite_norm_have_not_grown(begun):
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, begun)
+    growth = WeightGrowth([model])
+    assert growth.factor() == 1.0
+    nn.init.constant_(model.bias, 1000.0)
+    assert growth.factor() > 100
+
+
 @pytest.mark.parametrize("lr", [300.0, 0.01])
 def test_the_page_and_diagnose_judge_alike(lr, tmp_path):
     pytest.importorskip("altair")
