@@ -13,10 +13,12 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import torch.distributed as dist
 
 MANIFEST = "manifest.json"
+_NO_MESH: Final[Mapping[str, int]] = {}
 _FORMAT = "amp_plugin ranks 1"
 _ANOTHER_KIND = "{path} is {kind}, but this recording needs {other}; remove it, or record to another path"
 
@@ -56,7 +58,6 @@ class RankFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seat = 0, 1  # rank and number of ranks, as far as they are known
-        self._mesh: dict[str, int] = {}
 
     @property
     def has_other_ranks(self) -> bool:
@@ -68,7 +69,7 @@ class RankFile:
         """The path of the file that this process writes."""
         return self._path / f"rank-{self._seat[0]}.amp" if self.has_other_ranks else self._path
 
-    def settle(self, seat: tuple[int, int] | None = None) -> None:
+    def settle(self, seat: tuple[int, int] | None = None, mesh: Mapping[str, int] = _NO_MESH) -> None:
         """Determine the rank and the number of ranks, and create the folder if there are several ranks.
 
         An earlier file of this rank in the folder is removed.
@@ -78,6 +79,7 @@ class RankFile:
 
         Args:
             seat: The rank and the number of ranks. The default is the rank of this process.
+            mesh: The sizes of the dimensions of the device mesh, as far as they are known.
 
         Raises:
             FileExistsError: ``path`` is a folder although there is a single rank, or a file although there
@@ -92,29 +94,24 @@ class RankFile:
             self._seat = seat
             self._path.mkdir(parents=True, exist_ok=True)
             self.path.unlink(missing_ok=True)
-            self._write_manifest()
+            self._write_manifest(mesh)
         elif not self.has_other_ranks and self._path.is_dir():
             raise FileExistsError(
                 _ANOTHER_KIND.format(path=self._path, kind="a folder", other="a file, for one process")
             )
 
-    def note_mesh(self, dimensions: Mapping[str, int]) -> None:
-        """Remember a device mesh, given by the sizes of its dimensions.
+    def write(self, save: Callable[[Path], object], mesh: Mapping[str, int] = _NO_MESH) -> None:
+        """Write the file of this process by calling ``save`` with a path.
 
-        If the program has several meshes, the mesh with the most dimensions is used.
+        The sizes of the dimensions of the device mesh are written to the manifest if they are known.
         """
-        if len(dimensions) > len(self._mesh):
-            self._mesh = dict(dimensions)
-
-    def write(self, save: Callable[[Path], object]) -> None:
-        """Write the file of this process by calling ``save`` with a path."""
         _replace(self.path, save)
-        if self.has_other_ranks and self._mesh:
-            self._write_manifest()
+        if self.has_other_ranks and mesh:
+            self._write_manifest(mesh)
 
-    def _write_manifest(self) -> None:
+    def _write_manifest(self, mesh: Mapping[str, int]) -> None:
         names = [f"rank-{rank}.amp" for rank in range(self._seat[1])]
-        held = {"format": _FORMAT, "world_size": self._seat[1], "mesh": self._mesh, "files": names}
+        held = {"format": _FORMAT, "world_size": self._seat[1], "mesh": mesh, "files": names}
         text = json.dumps(held, indent=2) + "\n"
         _replace(self._path / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
 

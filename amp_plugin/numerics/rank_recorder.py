@@ -56,6 +56,14 @@ class RankRecorder:
         self._taken_of_weights: dict[str, float] = {}
         self.run = Run([], {}, {}, {}, parts={}, mesh={})
 
+    def settle(self, seat: tuple[int, int] | None) -> None:
+        """Determine the rank and the number of ranks, and create the folder if there are several ranks.
+
+        Args:
+            seat: The rank and the number of ranks. None for those of this process.
+        """
+        self.file.settle(seat, self._sizes_of_mesh)
+
     def write(self, unmeasured: dict[str, int], *, is_whole: bool) -> None:
         """Write the records so far.
 
@@ -64,7 +72,7 @@ class RankRecorder:
             is_whole: Whether the recorded region has ended without an error.
         """
         kept = self.run._replace(unmeasured=unmeasured, is_whole=is_whole)
-        self.file.write(lambda path: torch.save((FORMAT, *kept), path))
+        self.file.write(lambda path: torch.save((FORMAT, *kept), path), self._sizes_of_mesh)
 
     def write_step(self, unmeasured: dict[str, int]) -> None:
         """Write the results recorded so far, because the failure of another rank may end this process.
@@ -84,7 +92,10 @@ class RankRecorder:
         """
         if len(mesh) > len(self.run.mesh):
             self.run = self.run._replace(mesh=mesh)
-            self.file.note_mesh(dict(mesh.keys()))
+
+    @property
+    def _sizes_of_mesh(self) -> dict[str, int]:
+        return dict(self.run.mesh.keys())
 
     def record_weight(self, share: Share) -> None:
         """Record this rank's part of a weight before the weight is first updated."""

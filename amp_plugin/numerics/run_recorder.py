@@ -101,7 +101,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         """Determine the ranks, and create their folder."""
         count = 1 + max((rank for rank in self._ranks if rank is not None), default=0)
         for rank, recorder in self._ranks.items():
-            recorder.file.settle(None if rank is None else (rank, count))
+            recorder.settle(None if rank is None else (rank, count))
 
     def ended(self, error: BaseException | None) -> None:
         """Write the files, even if the program raised an error."""
