@@ -1,5 +1,6 @@
 """`diagnose --compare eager` compares compiled code with the same code run eagerly."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from amp_plugin.numerics.compiled import CompiledComparison
 from tests.commands import diagnose as amp
+from tests.samples import sampled
 
 BLOCKS = 6
 
@@ -95,8 +97,10 @@ def test_right_code_is_not_blamed(backend: str, bf16: bool) -> None:
     assert "rounding explains every difference" in comparison.report()
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("number", [0, BLOCKS // 2, BLOCKS - 1])
+DEPTHS = list(itertools.product((0, BLOCKS // 2, BLOCKS - 1), (False, True)))
+
+
+@pytest.mark.parametrize(("number", "bf16"), sampled(DEPTHS, (0, 3, 4)))
 def test_a_wrong_branch_is_named_at_any_depth(number: int, bf16: bool) -> None:
     with CompiledComparison() as comparison:
         train(Net(), changing("tanh", number, 1.2), bf16=bf16, steps=1)

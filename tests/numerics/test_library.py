@@ -12,6 +12,7 @@ from tests.numerics.corpus import (  # noqa: F401 - they register; the fresh one
     healthy_programs,
 )
 from tests.numerics.corpus.programs import BROKEN, HEALTHY, Program, findings_of, wrong_cure, wrong_verdict
+from tests.samples import sampled
 
 NAMES = [program.run.__name__ for program in BROKEN]
 WRONG_VERDICT = {
@@ -48,11 +49,14 @@ def test_what_is_broken_is_named(program: Program, request: pytest.FixtureReques
 
 
 @pytest.mark.native
+@pytest.mark.parametrize("program", sampled(BROKEN, range(0, len(BROKEN), 3)), ids=NAMES, indirect=True)
 def test_the_cure_cures(program: Program) -> None:
     assert wrong_cure(program) == ""
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("run", HEALTHY, ids=[run.__name__ for run in HEALTHY])
+@pytest.mark.parametrize(
+    "run", sampled(HEALTHY, range(0, len(HEALTHY), 2)), ids=[run.__name__ for run in HEALTHY]
+)
 def test_what_is_healthy_is_left_alone(run) -> None:
     assert [finding.headline for finding in findings_of(run)] == []

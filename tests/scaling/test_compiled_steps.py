@@ -1,5 +1,6 @@
 """Steps, clips and scaled losses in compiled code give the same results as in eager code."""
 
+import itertools
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from amp_plugin import GradScaler
+from tests.samples import sampled
 
 POISONED = 3
 WARNING_OF_TORCH = pytest.mark.filterwarnings(  # if the graph breaks at the loss
@@ -80,14 +82,23 @@ class Training:
         return weights, told, self.scaler.skipped_steps(), self.scaler.state_dict()
 
 
+KINDS = [(False, {}, "aot_eager"), (True, {}, "eager"), (True, {"fused": True}, "eager")]
+NAMES = ["plain", "clip", "fused"]
+STEPS = list(itertools.product((False, True), (True, False), range(len(KINDS))))
+# Each kind of step occurs with a scaler and without one, and with a healthy batch and a poisoned one.
+SAMPLE = [at for at, (poisoned, enabled, kind) in enumerate(STEPS) if (poisoned + enabled + kind) % 2]
+
+
 @pytest.mark.parametrize(
-    ("clip", "flags", "backend"),
-    [(False, {}, "aot_eager"), (True, {}, "eager"), (True, {"fused": True}, "eager")],
-    ids=["plain", "clip", "fused"],
+    ("poisoned", "enabled", "kind"),
+    sampled(STEPS, SAMPLE),
+    ids=[
+        f"{'poisoned' if poisoned else 'healthy'}-{'scaled' if enabled else 'guard'}-{NAMES[kind]}"
+        for poisoned, enabled, kind in STEPS
+    ],
 )
-@pytest.mark.parametrize("enabled", [True, False], ids=["scaled", "guard"])
-@pytest.mark.parametrize("poisoned", [False, True], ids=["healthy", "poisoned"])
-def test_a_compiled_training_step_is_the_eager_one(poisoned, enabled, flags, clip, backend):
+def test_a_compiled_training_step_is_the_eager_one(poisoned, enabled, kind):
+    clip, flags, backend = KINDS[kind]
     eager = Training(None, enabled=enabled, clip=clip, **flags).run(poisoned=poisoned)
     compiled = Training(backend, enabled=enabled, clip=clip, **flags).run(poisoned=poisoned)
     assert all(map(torch.equal, compiled[0], eager[0]))

@@ -235,7 +235,7 @@ NAMED = {
     "top-p": r"top-p: the recorded log-probabilities were computed with top-p 0.9",
     "temperature": r"temperature: the recorded log-probabilities were computed with temperature 0.7",
 }
-QUICK = ("cache in fp8", "temperature")
+QUICK = ("temperature",)
 
 
 def is_rounding(found: GapTuning) -> bool:
