@@ -59,6 +59,18 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         keep_copy()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After each file, take what is left out of later collections, and out of ``gc.get_objects``.
+
+    Skipped steps and ``diagnose`` look through all objects for modules. Without this, they would look through
+    all that the tests before them have imported.
+    """
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def _native_core():
     with warnings.catch_warnings():
         # tests/kernels/test_build.py tests the warnings about a missing compiler

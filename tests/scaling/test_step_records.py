@@ -4,11 +4,7 @@ import contextlib
 import json
 import logging
 import math
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
+import time
 
 import pytest
 import torch
@@ -16,8 +12,7 @@ import torch
 from amp_plugin import GradScaler, OptionError, Spike, SpikeError, StepRecord, read_records
 from amp_plugin.scaling import step_records
 from tests.scaling.runs import Run, scaler_of
-
-ROOT = Path(__file__).parents[2]
+from tests.warm_processes import WarmProcess
 
 
 def train(log, *, scale=2.0**10, factors=(1.0, 1.0, math.inf, 1.0, math.nan), clip=None, **options):
@@ -108,21 +103,17 @@ def test_a_log_changes_no_bit(tmp_path):
     assert all(map(torch.equal, watched.params, other.params))
 
 
-KILLED = """
-import sys, torch
-from tests.scaling.test_step_records import train
-train(sys.argv[1], factors=[1.0] * 100_000)
-"""
+def train_until_killed(path):
+    train(path, factors=[1.0] * 100_000)
 
 
 def test_every_line_is_whole_after_a_kill_and_a_resumed_run_goes_on_behind_it(tmp_path):
     path = tmp_path / "run.jsonl"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    program = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], env=environment)
+    program, deadline = WarmProcess(train_until_killed, path, frameworks=True), time.monotonic() + 200
     while not (path.is_file() and path.stat().st_size > 20_000):
-        assert program.poll() is None
-    program.send_signal(signal.SIGKILL)
-    program.wait()
+        assert time.monotonic() < deadline, program.errors()
+        time.sleep(0.01)
+    program.kill()
     text = path.read_text()
     assert text.endswith("\n")
     count = len([json.loads(line) for line in text.splitlines()])
