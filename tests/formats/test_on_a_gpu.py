@@ -35,7 +35,7 @@ def network():
 
 def losses_of(net, region, *, steps=6):
     """Train, and return the loss of each step."""
-    optimizer, losses = torch.optim.AdamW(net.parameters(), lr=1e-3), []
+    optimizer, losses = torch.optim.AdamW(net.parameters(), lr=1e-4), []
     batches = torch.randn(steps, 128, 256, generator=torch.Generator().manual_seed(1)).cuda()
     for batch in batches:
         with region():

@@ -45,6 +45,9 @@ __device__ inline u32 count_block(u32* count) {
   return before;
 }
 
+// Asks for the line of memory at an address, so that a later load finds it in the L2 cache.
+__device__ inline void prefetch(u64 address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 // Returns `high` with its lowest byte replaced by byte `i` of `word`.
 __device__ inline u32 byte_behind(u32 high, u32 word, int i) { return __byte_perm(word, high, 0x7650 + i); }
 

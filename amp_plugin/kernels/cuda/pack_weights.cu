@@ -12,7 +12,7 @@ using namespace amp_plugin::cuda;
 struct PackWeights {
   template <int kCount>
   __device__ void operator()(u64 master, u64 high, u64 low, u64 at, Group<kCount>) const {
-    store_pair<kCount>(high, low, at, load_lanes<Float32, kCount>(master, at));
+    store_pair<kCount>(high, low, at, widen_float32(load_raw<kCount>(master, at, true)));
   }
 };
 

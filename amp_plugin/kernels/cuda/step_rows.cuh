@@ -27,6 +27,9 @@ struct Counters {
   }
 };
 
+// The address of the code at `at`. A block of codes is followed by its unit, a float32.
+__device__ inline u64 code_at(u64 address, u32 at) { return address + u64(at / 4 + at / kCodeBlock) * 4; }
+
 struct Parameter {
   u64 grad, param, remainder, counter[kMostCounters];
   u64 states[kMostStates];
@@ -84,14 +87,17 @@ struct Parameter {
       beyond |= states[k] & (bytes_of_state(States::kind(k)) * count - 1);
     return beyond == 0 && is_grad_aligned(count);
   }
+  // Asks for the group at `at` of each tensor, so that it is in the L2 cache when it is loaded. States are
+  // stored as codes, unless they are weights.
+  template <typename States>
+  __device__ void prefetch(u32 at) const {
+    cuda::prefetch(grad + u64(at) * grad_bytes()), cuda::prefetch(param + u64(at) * param_bytes());
+    if (is_pair) cuda::prefetch(remainder + u64(at) * 2);
+    for (u32 k = 0; k < States::kCount; ++k)
+      cuda::prefetch(States::kind(k) == rules::kWeight ? states[k] + u64(at) * 4 : code_at(states[k], at));
+  }
   __device__ bool is_grad_aligned(u32 count) const { return (grad & (grad_bytes() * count - 1)) == 0; }
 };
-
-template <typename T, int kCount>
-__device__ inline Lanes<kCount> load_lanes(u64 address, u32 at) {
-  const auto packet = load_packet(reinterpret_cast<const Packet<T, kCount>*>(address + u64(at) * sizeof(T)));
-  return made<kCount>([&](int i) { return T::widen(packet.element[i]); });
-}
 
 template <typename T, int kCount>
 __device__ inline void store_lanes(u64 address, u32 at, const Lanes<kCount>& lanes) {
@@ -154,11 +160,6 @@ __device__ inline Lanes<kCount> widen_grad(const Parameter& parameter, const Raw
 }
 
 template <int kCount>
-__device__ inline Lanes<kCount> load_grad(const Parameter& parameter, u32 at) {
-  return widen_grad(parameter, load_raw_grad<kCount>(parameter, at));
-}
-
-template <int kCount>
 __device__ inline void store_grad(const Parameter& parameter, u32 at, const Lanes<kCount>& lanes) {
   switch (parameter.grad_type) {
     case kFloat16: return store_lanes<Float16, kCount>(parameter.grad, at, lanes);
@@ -209,11 +210,6 @@ __device__ inline RawParam<kCount> load_raw_param(const Parameter& parameter, u3
 template <int kCount>
 __device__ inline Lanes<kCount> widen_param(const Parameter& parameter, const RawParam<kCount>& raw) {
   return parameter.is_pair ? join_pair(raw.whole, raw.low) : widen_float32(raw.whole);
-}
-
-template <int kCount>
-__device__ inline Lanes<kCount> load_param(const Parameter& parameter, u32 at) {
-  return widen_param(parameter, load_raw_param<kCount>(parameter, at));
 }
 
 template <int kCount>
@@ -331,7 +327,7 @@ struct CodedLanes {
       weight = PlainLanes<kGroup, true>(address, at, kind);
       return;
     }
-    codes = address + u64(at / kGroup + at / kCodeBlock) * 4;
+    codes = code_at(address, at);
     word = __ldca(reinterpret_cast<const u32*>(codes));
     if (is_last_of_block(at)) unit = __ldca(reinterpret_cast<const float*>(codes + kGroup));
   }
@@ -438,12 +434,13 @@ __device__ __noinline__ void step_group_alone(
   }
   for (int i = 0; i < kGroup; ++i) {
     if (at + i >= end) continue;  // beyond the last element: the stored value is 0, and stays 0
-    Lanes<1> grad = load_grad<1>(parameter, at + i), param = load_param<1>(parameter, at + i);
+    Lanes<1> grad = widen_grad(parameter, load_raw_grad<1>(parameter, at + i));
+    Lanes<1> param = widen_param(parameter, load_raw_param<1>(parameter, at + i));
     divide_grad<1>(parameter, at + i, divisor, grad);
     Lanes<1> values[kStates + 1];
     for (u32 k = 0; k < kStates; ++k)
-      values[k] =
-          is_weight(k) ? load_lanes<Float32, 1>(parameter.states[k], at + i) : Lanes<1>(states[k].lane[i]);
+      values[k] = is_weight(k) ? widen_float32(load_raw<1>(parameter.states[k], at + i, true))
+                               : Lanes<1>(states[k].lane[i]);
     param = rule(param, grad, values);
     for (u32 k = 0; k < kStates; ++k) {
       states[k].lane[i] = values[k].lane[0];
@@ -467,8 +464,11 @@ __device__ void step_codes(
   const auto step_whole_blocks = [&](bool is_pair, u8 grad_type) {
     Parameter known = parameter;
     known.is_pair = is_pair, known.grad_type = grad_type;
-    for (; at < whole_blocks_end; at += kThreads * kGroup)
+    for (u32 next; at < whole_blocks_end; at = next) {
+      next = at + kThreads * kGroup;
+      known.prefetch<typename Rule::States>(next < whole_blocks_end ? next : at);
       step_group<kGroup, CodedLanes>(known, at, divisor, rule, seed);
+    }
   };
   // The compiler makes a loop of its own for the usual types of a pair, without branches for other types.
   if (parameter.is_pair && parameter.grad_type == kBFloat16) step_whole_blocks(true, kBFloat16);
@@ -505,7 +505,7 @@ __device__ void step_piece(
 template <int kCount>
 __device__ void divide_range(const Parameter& parameter, u32 begin, u32 end, const Divisor& divisor) {
   for (u32 at = begin + threadIdx.x * kCount; at + kCount <= end; at += kThreads * kCount) {
-    Lanes<kCount> grad = load_grad<kCount>(parameter, at);
+    Lanes<kCount> grad = widen_grad(parameter, load_raw_grad<kCount>(parameter, at));
     divide_grad<kCount>(parameter, at, divisor, grad);
   }
 }
@@ -522,13 +522,11 @@ __device__ inline void divide_all(const Table& table, const Divisor& divisor) {
   });
 }
 
-// for_each_pair() calls `visit(master, high, low, at, group)` for groups of `group`'s kCount elements of
+// for_each_pair() calls `visit(master, high, low, at, group)` for groups of kCount elements of
 // stored weights. A weight has two rows, `table.count` apart: the first has the master and the high half, the
 // second the low half.
-template <int kElements>
-struct Group {
-  static constexpr int kCount = kElements;
-};
+template <int kCount>
+struct Group {};
 
 template <typename Visit>
 __device__ void for_each_pair(const Table& table, Visit&& visit) {

@@ -283,6 +283,10 @@ void __stwb(T* address, T word) {
 
 namespace amp_plugin::cuda {
 
+// Reads a byte, so that an address outside of a tensor can be found.
+static inline void prefetch(unsigned long long address) {
+  (void)*reinterpret_cast<const volatile char*>(address);
+}
 // Not atomic: threads take turns, so each sees the writes of those before it.
 static inline unsigned count_block(unsigned* count) { return (*count)++; }
 
