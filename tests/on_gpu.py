@@ -41,12 +41,13 @@ from recipes.catalogue import NAMES as RECIPES
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "benchmarks" / "results"
 KERNELS = ("tests/kernels", "tests/host_device", "tests/benchmarks")
-LONG = ("training", "compiled", "first_use")  # sections that take more than a minute
+# Sections that take more than a minute.
+LONG = ("training", "lightning", "accelerate", "compiled", "first_use")
 # The sections, the most important first. "host" needs no GPU.
 PROMISED = ("bandwidth", "launches", "clipping", "steps", "forms", "training", "kernels", "tensors")
 LATER = (
     *("lightning", "accelerate", "memory", "diagnosis", "weights", "ops", "models", "depth"),
-    *(key for key in LONG if key not in PROMISED),
+    *("compiled", "first_use"),
 )
 FIRST = "first-ten-minutes"
 FIRST_TESTS = "tests/kernels/test_first_ten_minutes.py"
