@@ -22,9 +22,9 @@ def late():
         yield
 
 
-def delay():
+def delay(cycles=50_000_000):
     """Keep the current stream busy for a while."""
-    torch.cuda._sleep(50_000_000)
+    torch.cuda._sleep(cycles)
 
 
 class OnTheHost:
@@ -86,7 +86,7 @@ def test_whether_a_step_has_landed_is_waited_for_unless_asked_otherwise():
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     scaler = GradScaler("cuda", init_scale=2.0)
     scaler.scale(weight.sum() * float("inf")).backward()
-    delay()
+    delay(cycles=2_000_000_000)  # a second: the host takes a while if other programs use its cores
     scaler.step(optimizer)
     assert scaler.landed(optimizer, wait=False)  # the host does not know yet
     assert not scaler.landed(optimizer)
