@@ -20,7 +20,7 @@ from tests.warm_processes import call, call_on_ranks
 
 SECONDS = 400
 
-QUICK = {2: [Case("ddp"), Case("fsdp2", "bf16"), Case("sp")]}
+QUICK = {2: [Case("ddp", steps=1), Case("fsdp2", "bf16"), Case("sp", steps=1)]}
 QUICK_BUG = "no all-reduce of a norm's gradient"
 
 _PRECISIONS = ("fp32", "bf16")

@@ -14,7 +14,7 @@ from tests.warm_processes import call
 
 pytest.importorskip("torch.distributed._local_tensor", reason="this torch simulates no ranks")
 
-QUICK = [Case("sp", "bf16")]
+QUICK = [Case("sp", "bf16", steps=1)]
 WHOLE = [
     Case(layout, precision, optimizer)
     for layout in ("tp", "sp")
