@@ -361,7 +361,7 @@ def check_steps(model, optimizer, step):
     [
         *((name, None) for name in OPTIMIZERS),
         *((name, "aot_eager") for name in ("fused", "foreach", "for loop")),
-        ("foreach", "inductor"),
+        pytest.param("foreach", "inductor", marks=pytest.mark.whole_run),
     ],
 )
 def test_a_step_in_the_region_is_seen(name, backend):
