@@ -109,9 +109,9 @@ def overview(rows: Sequence[Outcome]) -> Figure:
     """Plot the ratio of our time to torch's time for each comparison. Orange means that ours is slower."""
     lines: list[tuple[str, tuple[Outcome, str] | None]] = []
     for table, members in grouped(rows).items():
-        lines.append((table, None))
-        for row in members:
-            lines += [(row.name, (row, label)) for label in row.ratios if label in RIVALS]
+        points = [(row.name, (row, label)) for row in members for label in row.ratios if label in RIVALS]
+        if points:
+            lines += [(table, None), *points]
     figure = Figure(figsize=(7.6, 0.21 * len(lines) + 0.8))
     axes = figure.subplots()
     for place, (_, found) in enumerate(lines):

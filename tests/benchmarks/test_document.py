@@ -1,6 +1,7 @@
 """Pages are generated from the figures, and the text around the figures is kept."""
 
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 
 import pytest
 
@@ -38,6 +39,15 @@ def test_figures_are_drawn_with_units_and_the_same_each_time(report, tmp_path):
     for content in first.values():
         ET.fromstring(content)
         assert "time per tensor, µs".encode() in content or b"time of amp_plugin" in content
+
+
+def test_each_title_in_the_overview_has_points_below_it():
+    report = Report.from_json(next(RESULTS.glob("*2-cores*.json")).read_text(encoding="utf-8"))
+    rows = [row for record in report.sections.values() for row in record.outcomes if row.unit == "us"]
+    labels = plots.overview(rows).axes[0].get_yticklabels()
+    weights = [label.get_fontweight() for label in labels]
+    assert "bold" in weights
+    assert ("bold", "bold") not in pairwise([*weights, "bold"])
 
 
 def test_the_pages_show_the_kept_figures_and_no_others(tmp_path):
