@@ -252,19 +252,19 @@ def test_casts_as_json(by: str, expected: list[str], script: Path) -> None:
 
 
 def test_casts_of_a_module(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = script.parent / "trainers"
+    package = script.parent / "cast_trainers"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "digits.py").write_text("import trainers\n" + script.read_text())
+    (package / "digits.py").write_text("import cast_trainers\n" + script.read_text())
     (package / "__main__.py").write_text("import sys\nraise SystemExit(len(sys.argv))\n")
     monkeypatch.chdir(script.parent)
     path = list(sys.path)
     as_file, as_module = (
-        amp("casts", "--json", *words) for words in ([str(script)], ["-m", "trainers.digits", "one"])
+        amp("casts", "--json", *words) for words in ([str(script)], ["-m", "cast_trainers.digits", "one"])
     )
     assert as_module.exit_code == as_file.exit_code, as_module.output
-    assert json.loads(as_module.stdout) == {**json.loads(as_file.stdout), "script": "trainers.digits"}
-    assert amp("casts", "-m", "trainers", "one", "--two").exit_code == 3
+    assert json.loads(as_module.stdout) == {**json.loads(as_file.stdout), "script": "cast_trainers.digits"}
+    assert amp("casts", "-m", "cast_trainers", "one", "--two").exit_code == 3
     assert sys.path == path
 
 
