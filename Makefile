@@ -1,6 +1,6 @@
 # make demo    train the digits classifier in a precision this machine is fast in, draw its curves and the page of the
 #              run; PRECISION=fp16 takes another precision
-# make test    lint, types and the tests, on the native core and on the fallback, ten minutes on two cores, fifteen the
+# make test    lint, types and the tests, on the native core and on the fallback, seven minutes on two cores, fifteen the
 #              first time
 # make test-whole   what is marked whole_run: every recipe to its end in three precisions, tests over all cases where
 #              make test takes a sample; not part of make test
