@@ -36,7 +36,7 @@ from amp_plugin.weights.weight import stored_weight
 from tests.process_groups import leave
 from tests.sharding.stored import Layout, Net, go_on, policy, shard, train, whole
 
-STEPS, SOME, FEW = 50, 20, 5
+STEPS, FEW = 50, 5
 M_MMAP_THRESHOLD = -3  # of malloc.h: larger blocks go back to Linux when they are freed
 FIRST, SECOND, ALL = "the first pair", "the second pair", "all four ranks"
 
@@ -48,7 +48,7 @@ class Case:
     Attributes:
         ranks: Which ranks make it.
         layout: A name in :func:`layouts_of_two` or :func:`layouts_of_four`.
-        is_long: Whether it takes 20 steps in ``make test``. The others take 5. All take 50 in whole runs.
+        is_long: Whether it takes 50 steps in ``make test`` too. The others take 5.
         is_whole_run: Whether it is made in whole runs only.
     """
 
@@ -61,7 +61,7 @@ class Case:
     is_whole_run: bool = False
 
     def steps(self, whole):
-        return STEPS if whole else SOME if self.is_long else FEW
+        return STEPS if whole or self.is_long else FEW
 
 
 _OTHERS = {"SGD": {"optimizer": "SGD"}, "Lion": {"optimizer": "Lion"}, "8bit": {"state": "8bit"}}
