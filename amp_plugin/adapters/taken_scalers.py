@@ -161,10 +161,10 @@ def _init_subclass(kind: Any, /, **options: Any) -> None:
 
 
 def _is_superclass_of(kind: type, other: type, /) -> bool:
-    """Return whether the torch class that ``kind`` stands in for is a superclass of ``other``.
+    """Return whether ``other`` derives from the torch class that ``kind`` replaces.
 
-    ABCMeta calls this function for ``isinstance`` and ``issubclass``. Subclasses of a stand-in class stand in
-    for no torch class. For a subclass the result is NotImplemented, and ABCMeta decides.
+    ``isinstance`` and ``issubclass`` call this function. A program's subclass of a stand-in class replaces no
+    torch class. If ``kind`` is such a subclass, the result is NotImplemented, and Python's usual rules apply.
     """
     theirs = vars(kind).get("_stands_for")
     return NotImplemented if theirs is None else issubclass(other, theirs)
