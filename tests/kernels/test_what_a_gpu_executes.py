@@ -96,6 +96,9 @@ def test_a_step_of_adam(cubin, capsys):
         moved = sum(width * n for moves in (loads, stores) for width, n in moves.items()) / GROUP
         if state == "8 bits":
             moved -= 2 * 2 * 4 / GROUP * 31 / 32  # the 32 threads of a warp load the same unit
+            # The next group is prefetched from each tensor. Its units are next to its codes.
+            prefetches = sum(one.opcode.startswith("CCTL.E.PF2") for one in found.instructions)
+            assert prefetches >= sum(loads.values()) - 2
         with capsys.disabled():
             print(
                 f"\n{state:6s} states, {gradient:7s} gradients, {weight:4s} {'divided' if divided else '':7s}: "
